@@ -1,0 +1,32 @@
+"""Myelin: train transformers too large for one accelerator; an op runs when its messages are there."""
+
+from myelin import data, errors
+from myelin.cluster import Cluster
+from myelin.entry import run
+from myelin.errors import MyelinError
+from myelin.graph import CallGraph as Graph
+from myelin.models.model import Model
+from myelin.plan import Plan
+from myelin.run import RunReport
+from myelin.runtime.jitter import Jitter
+from myelin.runtime.optimizer import SGD, AdamW
+from myelin.trainer import StepResult, Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Cluster",
+    "Graph",
+    "Jitter",
+    "Model",
+    "MyelinError",
+    "Plan",
+    "RunReport",
+    "StepResult",
+    "Trainer",
+    "data",
+    "errors",
+    "run",
+]

@@ -1,0 +1,227 @@
+"""The cluster: workers for as long as an `async with` block lasts, and what is made with them."""
+
+import asyncio
+import contextlib
+import enum
+import signal
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from myelin.errors import ClusterError
+from myelin.graph import CallGraph
+from myelin.members import Members, ProcessMembers, Settings, ThreadMembers
+from myelin.models.model import Description, Model
+from myelin.plan import Plan
+from myelin.runtime import messages as m
+from myelin.runtime.jitter import Jitter
+from myelin.runtime.optimizer import AdamW, Optimizer
+from myelin.trainer import Trainer
+
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class _State(enum.Enum):
+    NEW = "not entered yet"
+    OPEN = "open"
+    CLOSED = "left already"
+
+
+class Cluster:
+    """Workers that train models and run graphs.
+
+    Use it as `async with myelin.Cluster(workers=2) as cluster:`. Leaving the block, however it is
+    left, ends every worker, thread, task and socket file. SIGTERM leaves it too, where the program
+    has no handler of its own; the program then exits with code 143.
+
+    Args:
+        workers: how many worker processes to start on this machine; 0 runs everything inside the
+            calling process, on as many threads as the plan asks for workers.
+        threads: intra-op threads of each worker; by default the machine's cores divided by the
+            workers, and torch's own setting inside the calling process.
+        hello_deadline_s: how long a worker may take to start.
+        silence_s: a worker not heard of for so long counts as lost.
+        data_timeout_s: how long a tensor may be under way.
+        jitter: random delays to inject, for tests.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        threads: int | None = None,
+        hello_deadline_s: float = 120.0,
+        silence_s: float = 20.0,
+        data_timeout_s: float = 600.0,
+        jitter: Jitter | None = None,
+    ) -> None:
+        if not isinstance(workers, int) or workers < 0:
+            raise ValueError(f"workers={workers!r}: use 0 for the calling process, or a number")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads}: a worker needs at least one thread")
+        self.workers = workers
+        self._local_calls: dict[str, Callable[..., Any]] = {}
+        settings = Settings(workers, threads, hello_deadline_s, silence_s, data_timeout_s, jitter)
+        self._members: Members = (
+            ProcessMembers(settings) if workers else ThreadMembers(settings, self._local_calls)
+        )
+        self._state = _State.NEW
+        self._terminated = False
+        self._watching_sigterm = False
+
+    async def __aenter__(self) -> "Cluster":
+        """Start the workers.
+
+        Raises:
+            HandshakeError: a worker did not start; the message has its last words.
+            ClusterError: this object was used before.
+        """
+        if self._state is not _State.NEW:
+            raise ClusterError(f"this cluster was {self._state.value}; make a new one")
+        self._state = _State.OPEN
+        self._watch_sigterm()
+        try:
+            await self._members.open()
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the workers; cancelling this waits until it is done, then raises the cancellation."""
+        await _to_the_end(self._members.close())
+        self._leave()
+        if self._terminated:
+            raise SystemExit(_TERMINATED)
+
+    def __repr__(self) -> str:
+        where = f"{self.workers} processes" if self.workers else "the calling process"
+        return f"<Cluster in {where}, {self._state.value}>"
+
+    async def trainer(
+        self,
+        model: Description,
+        *,
+        plan: Plan | None = None,
+        optimizer: Optimizer | None = None,
+        seed: int = 0,
+    ) -> Trainer:
+        """Cut a model into stages and build each on its worker.
+
+        Args:
+            model: a description: `GPT(...)`, or `Model("my_pkg.models:build", width=512)`.
+            plan: how to run it; by default one stage on one worker.
+            optimizer: by default `AdamW()`.
+            seed: decides initial weights and all dropout, whatever the plan.
+
+        Raises:
+            PlanError: the plan does not fit the model.
+            ClusterError: the plan needs more workers than there are.
+            ModelError: the model cannot be built.
+        """
+        self._check_open()
+        plan, optimizer = plan or Plan(), optimizer or AdamW()
+        await self._members.ensure(max(plan.workers) + 1)
+        coordinator = self._members.coordinator
+        described = await coordinator.request(
+            0, m.Describe(coordinator.number(), model.factory, model.arguments)
+        )
+        stages = plan.stages([block.cost for block in described.blocks])
+        ties = _ties(described.ties, stages)
+        number = coordinator.number()
+        await coordinator.request_all(
+            lambda worker, request: m.Build(
+                request,
+                number,
+                model.factory,
+                model.arguments,
+                tuple(
+                    m.StageSpec(stage, blocks[0], blocks[-1])
+                    for stage, blocks in enumerate(stages)
+                    if plan.workers[stage] == worker
+                ),
+                plan.pipeline - 1,
+                ties,
+                optimizer,
+                seed,
+            ),
+            sorted(set(plan.workers)),
+        )
+        return Trainer(coordinator, number, model=model, plan=plan, stages=stages, ties=ties)
+
+    def graph(self, *, limit: int = 8) -> CallGraph:
+        """Return an empty graph for ops of your own; use it as `async with cluster.graph() as g:`.
+
+        Args:
+            limit: how many runs of it may be in flight.
+        """
+        self._check_open()
+        local = self._local_calls if not self.workers else None
+        return CallGraph(self._members, limit=limit, local_calls=local)
+
+    def _check_open(self) -> None:
+        if self._state is not _State.OPEN:
+            raise ClusterError(
+                f"this cluster was {self._state.value}: use it inside `async with Cluster(...) as cluster:`"
+            )
+        self._members.coordinator.check()
+
+    def _watch_sigterm(self) -> None:
+        """Have SIGTERM cancel the task that entered this block, unless the program handles it itself."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate() -> None:
+            self._terminated = True
+            task.cancel("SIGTERM")
+
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # loops without signals
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+            self._watching_sigterm = True
+
+    def _leave(self) -> None:
+        self._state = _State.CLOSED
+        if self._watching_sigterm:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+            self._watching_sigterm = False
+
+
+async def _to_the_end(closing: Any) -> None:
+    """Run a coroutine to its end even when the calling task is cancelled meanwhile."""
+    task = asyncio.ensure_future(closing)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except Exception:  # noqa: BLE001, S110 - raised below
+            break
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+def _ties(
+    ties: tuple[tuple[int, str, int, str], ...], stages: tuple[range, ...]
+) -> tuple[m.TieSpec, ...]:
+    """Return the ties that cross a border between stages."""
+    stage_of = {block: stage for stage, blocks in enumerate(stages) for block in blocks}
+    specs = (
+        m.TieSpec(stage_of[owner], owner, owner_name, stage_of[user], user, user_name)
+        for owner, owner_name, user, user_name in ties
+    )
+    return tuple(spec for spec in specs if spec.owner_stage != spec.user_stage)
+
+
+__all__ = ["Cluster", "Model"]

@@ -1,0 +1,361 @@
+"""The coordinator: gives orders to workers, follows runs, and turns failures into one exception.
+
+It is not in the path of any op: per run it sends one order to each worker and takes one report from each. It
+owns no process and no socket (see `myelin.cluster`).
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from myelin import failures
+from myelin.errors import ClusterError, FrameError, MyelinError, RunError, ValueReleased
+from myelin.lane import Lane
+from myelin.run import Distributed, Run, RunReport
+from myelin.runtime import messages as m
+from myelin.runtime.courier import Courier
+from myelin.runtime.graph import Graph, split
+from myelin.runtime.jitter import Delays
+from myelin.transports.datapath import DataPath
+
+
+_TORN = (
+    "some workers have updated their weights and others have not: the trainer cannot go on; load a "
+    "checkpoint or build a new trainer"
+)
+_RELEASED = (
+    "the value was released when its last reader was over; ask for it in the same breath as the run: "
+    "start the run, then call `.op(...)`, with no `await` between them"
+)
+
+
+class Coordinator:
+    """Talks to `workers` workers over a bus and a data path that somebody else owns.
+
+    Args:
+        workers: how many there are; their nodes are 0 to workers - 1.
+        send: sends a control message to a worker.
+        path: the data path.
+        doing: tells what a lost worker was last doing, as (run, op, block), or None.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        send: Callable[[int, msgspec.Struct], None],
+        path: DataPath,
+        doing: Callable[[int], tuple[int, int, int | None] | None],
+    ) -> None:
+        self.workers, self._send, self._path, self._doing = workers, send, path, doing
+        self._courier = Courier(
+            send=send, path=path, deliver=self._deliver, delays=Delays(None, -1)
+        )
+        self._numbers = itertools.count(1)
+        self._answers: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._runs: dict[int, tuple[Run, Lane]] = {}
+        self._lanes: list[Lane] = []
+        self._values: dict[tuple[int, int, int], asyncio.Future[Any]] = {}  # run, worker, local op
+        self._broken: MyelinError | None = None
+        self._handlers: dict[type, Callable[[int, Any], None]] = {
+            m.Done: self._answered,
+            m.Described: self._answered,
+            m.Refused: self._refused,
+            m.RunDone: self._run_done,
+            m.RunFailed: self._run_failed,
+            m.RunDrained: self._run_drained,
+            m.ValueGone: self._value_gone,
+            m.PeerFault: self._peer_fault,
+            m.Announce: self._courier.announced,
+        }
+
+    def receive(self, worker: int, message: msgspec.Struct) -> None:
+        """Take one message from the bus."""
+        self._handlers[type(message)](worker, message)
+
+    @property
+    def broken(self) -> MyelinError | None:
+        """Why this cluster can no longer be used, or None."""
+        return self._broken
+
+    def number(self) -> int:
+        """Return a number that was not given out before."""
+        return next(self._numbers)
+
+    # Requests
+
+    async def request(self, worker: int, message: Any, *, value: Any = None) -> Any:
+        """Send one request and return its answer: a message, or the value that came back.
+
+        Raises:
+            MyelinError: the worker refused, or the cluster is broken.
+        """
+        self.check()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers[worker, message.request] = answer
+        if isinstance(message, m.Assign):
+            self._post(worker, value, m.Purpose.REPLY, (message.request, 0), "weights")
+        self._send(worker, message)
+        try:
+            return await answer
+        finally:
+            self._answers.pop((worker, message.request), None)
+
+    async def request_all(
+        self, make: Callable[[int, int], Any], workers: Iterable[int]
+    ) -> list[Any]:
+        """Send each worker the request `make(worker, number)` and return the answers in order."""
+        jobs = [self.request(worker, make(worker, self.number())) for worker in workers]
+        answers = await asyncio.gather(*jobs, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def tell(self, worker: int, message: msgspec.Struct) -> None:
+        """Send an order that has no answer; a broken cluster takes none."""
+        if self._broken is None:
+            self._send(worker, message)
+
+    def check(self) -> None:
+        """Raise what broke this cluster, if anything did.
+
+        Raises:
+            ClusterError: with the reason; leave the `async with` block and start a new cluster.
+        """
+        if self._broken is not None:
+            raise ClusterError(
+                f"this cluster cannot go on: {self._broken}; leave its `async with` block and start a new one"
+            ) from self._broken
+
+    # Programs and runs
+
+    def install(self, graph: Graph, *, trainer: int) -> Distributed:
+        """Cut a trainer's graph and send every worker its program; runs may be submitted at once."""
+        program = Distributed(self.number(), graph, split(graph, self.workers), trainer)
+        for worker in program.participants:
+            body = program.split.programs[worker]
+            self.tell(worker, m.Install(self.number(), program.number, body, trainer))
+        return program
+
+    async def install_calls(self, graph: Graph, calls: Sequence[str]) -> Distributed:
+        """Cut a graph of calls and have every worker import what it is to call.
+
+        Raises:
+            GraphError: a worker cannot import something.
+        """
+        program = Distributed(self.number(), graph, split(graph, self.workers), None)
+        await self.request_all(
+            lambda worker, number: m.Install(
+                number, program.number, program.split.programs[worker], None, tuple(calls)
+            ),
+            program.participants,
+        )
+        return program
+
+    def discard(self, program: Distributed) -> None:
+        """Have all workers forget a program once the runs before are over."""
+        for worker in program.participants:
+            self.tell(worker, m.Discard(self.number(), program=program.number))
+
+    def lane(self, *, limit: int, dependent: bool) -> Lane:
+        """Make a queue of runs."""
+        lane = Lane(limit=limit, dependent=dependent)
+        self._lanes.append(lane)
+        return lane
+
+    def submit(self, lane: Lane, program: Distributed, inputs: dict[int, Any], *, step: int) -> Run:
+        """Queue a run; it is dispatched in a later tick of the loop at the earliest.
+
+        The tensors in `inputs` must not change until the run is over.
+        """
+        self.check()
+        if lane.torn is not None:
+            raise RunError(_TORN) from lane.torn
+        run = Run(program, step, inputs, self._cancel, self._request_value)
+        lane.add(run)
+        asyncio.get_running_loop().call_soon(self._dispatch, lane)
+        return run
+
+    def _dispatch(self, lane: Lane) -> None:
+        while self._broken is None and (run := lane.next()) is not None:
+            run.number, run.began_s = self.number(), time.perf_counter()
+            self._runs[run.number] = (run, lane)
+            for worker in run.program.participants:
+                watch = tuple(local for place, local in run.values if place == worker)
+                self._send(worker, m.Start(run.number, run.program.number, run.step, watch))
+            for place, value in run.values.items():
+                self._values[(run.number, *place)] = value
+            for slot, worker, local in run.program.loads():
+                key = (run.number, local)
+                self._post(worker, run.inputs[slot], m.Purpose.EDGE, key, f"load slot={slot}")
+            run.inputs = {}
+
+    def _post(
+        self, worker: int, value: Any, purpose: m.Purpose, key: tuple[int, int], label: str
+    ) -> None:
+        sent = self._courier.post(worker, value, purpose=purpose, key=key, label=label)
+        sent.add_done_callback(lambda sent: self._sent(worker, sent))
+
+    def _sent(self, worker: int, sent: asyncio.Future[None]) -> None:
+        error = None if sent.cancelled() else sent.exception()
+        if isinstance(error, MyelinError):
+            self.lost(worker, error)
+
+    def _request_value(self, run: Run, worker: int, local: int) -> None:
+        self._values[run.number, worker, local] = run.values[worker, local]
+        self.tell(worker, m.Watch(run.number, local))
+
+    # Ends of runs
+
+    def _cancel(self, run: Run) -> None:
+        for lane in self._lanes:
+            if lane.drop(run):
+                run.fail(run.cancelled_error())
+                run.settled.set()
+                return
+        if run.done.done():
+            return
+        if run.program.committer is not None:
+            self.tell(run.program.committer, m.Cancel(run.number))
+        else:
+            self._end(run, run.cancelled_error())
+
+    def _run_done(self, worker: int, message: m.RunDone) -> None:
+        known = self._runs.get(message.run)
+        if known is None:
+            return
+        run, lane = known
+        run.reports[worker] = message
+        if len(run.reports) == len(run.program.participants) and not run.done.done():
+            run.done.set_result(_report(run))
+            self._settle(run, lane)
+
+    def _run_failed(self, worker: int, message: m.RunFailed) -> None:
+        known = self._runs.get(message.run)
+        if known is not None:
+            self._end(known[0], failures.of_op(worker, message.failure))
+
+    def _end(self, run: Run, error: MyelinError) -> None:
+        """Fail a run for its caller at once, and have all workers drop it."""
+        if run.done.done() or run.number not in self._runs:
+            return
+        lane = self._runs[run.number][1]
+        later = lane.after(run)
+        run.fail(error)
+        for worker in run.program.participants:
+            self.tell(worker, m.Abort(run.number))
+        for other in later:
+            reason = RunError(f"not run to its end, since the run before it failed: {error}")
+            self._drop(other, lane, reason)
+            self._end(other, reason)
+
+    def _run_drained(self, worker: int, message: m.RunDrained) -> None:
+        known = self._runs.get(message.run)
+        if known is None:
+            return
+        run, lane = known
+        run.torn |= message.updated
+        run.drained.add(worker)
+        if run.drained >= set(run.program.participants):
+            self._settle(run, lane)
+
+    def _settle(self, run: Run, lane: Lane) -> None:
+        self._runs.pop(run.number, None)
+        lane.settle(run)
+        run.settled.set()
+        error = run.done.exception()
+        if error is not None and run.torn:
+            lane.torn = error
+            for queued in lane.all():
+                self._drop(queued, lane, RunError(_TORN))
+        self._dispatch(lane)
+
+    def _drop(self, run: Run, lane: Lane, reason: BaseException) -> None:
+        if lane.drop(run):
+            run.fail(reason)
+            run.settled.set()
+
+    # Values and answers
+
+    def _deliver(
+        self, peer: int, message: m.Announce, value: Any, error: BaseException | None
+    ) -> None:
+        number, op = message.key
+        if message.purpose is m.Purpose.REPLY:
+            waiting = self._answers.get((peer, number))
+        else:
+            waiting = self._values.pop((number, peer, op), None)
+        _resolve(waiting, value, error)
+
+    def _value_gone(self, worker: int, message: m.ValueGone) -> None:
+        waiting = self._values.pop((message.run, worker, message.op), None)
+        _resolve(waiting, None, ValueReleased(_RELEASED))
+
+    def _answered(self, worker: int, message: m.Done | m.Described) -> None:
+        _resolve(self._answers.get((worker, message.request)), message, None)
+
+    def _refused(self, worker: int, message: m.Refused) -> None:
+        error = failures.of_op(worker, message.failure)
+        waiting = self._answers.get((worker, message.request))
+        if waiting is None:  # an order that must not fail, such as an Install, has failed
+            self.lost(worker, error)
+        _resolve(waiting, None, error)
+
+    # Failures of nodes
+
+    def _peer_fault(self, worker: int, message: m.PeerFault) -> None:
+        text = f"worker {worker} got a bad frame: {message.text}"
+        self.lost(worker, FrameError(text, peer=message.peer, reason=message.reason))
+
+    def worker_ended(self, worker: int, how: str) -> None:
+        """Take note that a worker is gone: every run ends with `WorkerLost`."""
+        doing = self._doing(worker)
+        op, block = None, None
+        if doing is not None and doing[0] in self._runs:
+            run, local, block = doing
+            op = self._runs[run][0].program.op(worker, local)
+        self.lost(worker, failures.of_worker(worker, how, op, block))
+
+    def lost(self, worker: int, error: MyelinError) -> None:
+        """End everything with `error`: without this worker the cluster cannot go on."""
+        if self._broken is not None:
+            return
+        self._broken = error
+        self._path.drop(worker, str(error))
+        for lane in self._lanes:
+            for run in lane.all():
+                run.fail(error)
+                run.settled.set()
+        for waiting in (*self._answers.values(), *self._values.values()):
+            _resolve(waiting, None, error)
+            waiting.exception()  # whoever awaits it has it; nobody else needs a warning
+        self._runs.clear()
+        self._values.clear()
+
+    def close(self) -> None:
+        """End what is not over, since the cluster is being left."""
+        self.lost(0, ClusterError("the cluster was left while this was under way"))
+
+
+def _resolve(
+    waiting: "asyncio.Future[Any] | None", value: Any, error: BaseException | None
+) -> None:
+    if waiting is None or waiting.done():
+        return
+    if error is None:
+        waiting.set_result(value)
+    else:
+        waiting.set_exception(error)
+
+
+def _report(run: Run) -> RunReport:
+    outputs: dict[str, float] = {}
+    for report in run.reports.values():
+        outputs |= report.outputs
+    busy_s = {worker: report.busy_s for worker, report in sorted(run.reports.items())}
+    return RunReport(outputs, time.perf_counter() - run.began_s, busy_s)

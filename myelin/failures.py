@@ -1,0 +1,45 @@
+"""Turns what workers report of failures into the exceptions that a user sees."""
+
+from myelin import errors
+from myelin.errors import MyelinError, OpError, RunCancelled, WorkerLost
+from myelin.runtime.graph import Op
+from myelin.runtime.messages import Failure
+
+_USER_ERRORS: dict[str, type[MyelinError]] = {
+    error.__name__: error
+    for error in (errors.BatchError, errors.GraphError, errors.ModelError, errors.PlanError)
+}
+
+
+def of_op(worker: int, failure: Failure) -> MyelinError:
+    """Return the exception for a run that an op ended, or for a request that `worker` refused."""
+    if failure.kind == "cancel":
+        return RunCancelled("the run was cancelled; no weight was changed")
+    if failure.error in _USER_ERRORS:
+        return _USER_ERRORS[failure.error](failure.text)
+    where = _place(worker, failure.kind, failure.stage, failure.microbatch, failure.block)
+    return OpError(
+        f"{where} raised {failure.error}: {failure.text}",
+        worker=worker,
+        kind=failure.kind,
+        stage=failure.stage,
+        microbatch=failure.microbatch,
+        block=failure.block,
+        remote_traceback=failure.traceback,
+    )
+
+
+def of_worker(worker: int, how: str, op: Op | None, block: int | None) -> WorkerLost:
+    """Return the exception for a worker that is gone, with what it was last doing."""
+    if op is None:
+        return WorkerLost(f"worker {worker} {how}; it was running no op", worker=worker)
+    doing = _place(worker, op.kind.value, op.stage, op.microbatch, block)
+    return WorkerLost(f"worker {worker} {how}, while it ran: {doing}", worker=worker, doing=doing)
+
+
+def _place(
+    worker: int, kind: str, stage: int | None, microbatch: int | None, block: int | None
+) -> str:
+    marks = {"stage": stage, "microbatch": microbatch, "block": block}
+    known = [f"{name} {value}" for name, value in marks.items() if value is not None]
+    return ", ".join([f"{kind} on worker {worker}", *known])

@@ -1,0 +1,89 @@
+"""Workers inside the calling process: the same worker, bus and device, with threads for processes.
+
+For debuggers and notebooks. Tensors go over the loopback path, control messages over the real bus on
+`inproc` sockets.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import zmq
+
+from myelin.runtime.devices.cpu import CpuDevice
+from myelin.runtime.graph import COORDINATOR
+from myelin.runtime.jitter import Delays, Jitter
+from myelin.runtime.messages import MESSAGES, Peer
+from myelin.runtime.worker import Worker
+from myelin.transports.bus import Bus
+from myelin.transports.frames import Codec, Hello
+from myelin.transports.loopback import LoopbackHub
+
+
+class InProcessWorker:
+    """One worker on the caller's event loop.
+
+    Args:
+        own: its node, incarnation and inbox.
+        coordinator: whom it serves.
+        context: shared by all nodes of this process.
+        hub: shared by all nodes of this process.
+        threads: intra-op threads, or None to leave torch's setting.
+        jitter: delays to inject.
+        local_calls: callables without an import path, by name; may grow later.
+    """
+
+    def __init__(
+        self,
+        own: Peer,
+        coordinator: Peer,
+        *,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        hub: LoopbackHub,
+        threads: int | None,
+        jitter: Jitter | None,
+        local_calls: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        self._coordinator = coordinator
+        self._device = CpuDevice(f"worker-{own.node}", threads=threads)
+        self._path = hub.endpoint(own.node)
+        self._stopped = asyncio.Event()
+        self._bus = Bus(
+            node=own.node,
+            incarnation=own.incarnation,
+            address=own.inbox,
+            codec=Codec(MESSAGES),
+            context=context,
+            on_message=self._receive,
+            on_fault=lambda error: self._worker.fault(error),
+            on_hello=_refuse,
+        )
+        self._worker = Worker(
+            own.node,
+            bus=self._bus,
+            path=self._path,
+            device=self._device,
+            delays=Delays(jitter, own.node),
+            local_calls=local_calls,
+            on_shutdown=self._stopped.set,
+        )
+
+    async def start(self) -> None:
+        """Open the inbox and say hello to the coordinator."""
+        await self._bus.start()
+        self._bus.admit(COORDINATOR, self._coordinator.incarnation)
+        self._bus.connect(COORDINATOR, self._coordinator.inbox)
+
+    async def close(self) -> None:
+        """End the worker's threads and sockets; waits for an op that is running."""
+        await self._device.close()
+        await self._path.close()
+        await self._bus.close()
+
+    def _receive(self, peer: int, message: msgspec.Struct) -> None:
+        self._worker.receive(peer, message)
+
+
+def _refuse(hello: Hello) -> str:
+    return f"node {hello.node} is not expected here"

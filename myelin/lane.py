@@ -1,0 +1,61 @@
+"""Runs of one owner (a trainer, a graph), in order, at most so many in flight.
+
+Pure book-keeping: says which run may be dispatched, and which must end because an earlier one failed.
+"""
+
+import collections
+
+from myelin.run import Run
+
+
+class Lane:
+    """A queue of runs.
+
+    Args:
+        limit: at most so many runs are dispatched and not over.
+        dependent: a run builds on the one before it, so that it must not go on when that one has failed.
+    """
+
+    def __init__(self, *, limit: int, dependent: bool) -> None:
+        if limit < 1:
+            raise ValueError(f"limit={limit}: at least one run must be allowed in flight")
+        self._limit, self._dependent = limit, dependent
+        self._queued: collections.deque[Run] = collections.deque()
+        self._in_flight: list[Run] = []
+        self.torn: BaseException | None = None  # why its owner's state is no longer whole
+
+    def add(self, run: Run) -> None:
+        """Queue a run."""
+        self._queued.append(run)
+
+    def next(self) -> Run | None:
+        """Return the next run to dispatch now, counted as in flight from here on, or None."""
+        ending = any(run.done.done() for run in self._in_flight)
+        if not self._queued or ending or self.torn or len(self._in_flight) >= self._limit:
+            return None
+        run = self._queued.popleft()
+        self._in_flight.append(run)
+        return run
+
+    def drop(self, run: Run) -> bool:
+        """Take a run out that is still queued; return whether it was."""
+        if run not in self._queued:
+            return False
+        self._queued.remove(run)
+        return True
+
+    def settle(self, run: Run) -> None:
+        """Count a run as over."""
+        if run in self._in_flight:
+            self._in_flight.remove(run)
+
+    def after(self, failed: Run) -> list[Run]:
+        """Return the runs that must end because `failed` did: queued or in flight, and later."""
+        if not self._dependent or failed not in self._in_flight:
+            return []
+        later = self._in_flight[self._in_flight.index(failed) + 1 :]
+        return [*later, *self._queued]
+
+    def all(self) -> list[Run]:
+        """Return every run that is not over."""
+        return [*self._in_flight, *self._queued]

@@ -1,0 +1,116 @@
+"""Local worker processes: started, watched, ended; the only file that knows how.
+
+A worker's stdin is a pipe that stays open as long as we live, so that it notices our end however it
+comes. What it prints is passed on to our stderr with its number, and its last words are kept.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from myelin.runtime.process import WorkerConfig
+
+_KEPT_BYTES = 4096
+_READ_BYTES = 65536
+
+
+class LocalProcess:
+    """One worker process.
+
+    Args:
+        config: what the worker is told.
+        on_exit: called once on the loop when the process has ended, with how it ended, in words.
+    """
+
+    def __init__(self, config: WorkerConfig, on_exit: Callable[[str], None]) -> None:
+        self.index, self._on_exit = config.index, on_exit
+        self._loop = asyncio.get_running_loop()
+        self._last_words = b""
+        self.exited = asyncio.Event()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from myelin.runtime.process import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is ours alone
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(config.sys_path)},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._output = self._process.stdin, self._process.stdout.fileno()
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(msgspec.json.encode(config) + b"\n")
+            self._stdin.flush()
+        os.set_blocking(self._output, False)
+        self._loop.add_reader(self._output, self._pass_on)
+        self._watch_exit()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End the process now; safe if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL) if not self.exited.is_set() else None
+
+    def close(self) -> None:
+        """Give back descriptors; call once the process has exited."""
+        self._loop.remove_reader(self._output)
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _watch_exit(self) -> None:
+        if hasattr(os, "pidfd_open"):
+            handle = os.pidfd_open(self._process.pid)
+            self._loop.add_reader(handle, self._exited_handle, handle)
+            return
+        thread = threading.Thread(target=self._wait, name=f"worker-{self.index}-exit", daemon=True)
+        thread.start()
+
+    def _wait(self) -> None:
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._ended)
+
+    def _exited_handle(self, handle: int) -> None:
+        self._loop.remove_reader(handle)
+        os.close(handle)
+        self._process.wait()
+        self._ended()
+
+    def _ended(self) -> None:
+        self._pass_on()
+        self.exited.set()
+        self._on_exit(self._how())
+
+    def _how(self) -> str:
+        code = self._process.returncode
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with code {code}"
+        words = self._last_words.decode(errors="replace").strip()
+        return f"{how}; its last words:\n{words}\n" if words and code > 0 else how
+
+    def _pass_on(self) -> None:
+        try:
+            data = os.read(self._output, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._output)
+            return
+        self._last_words = (self._last_words + data)[-_KEPT_BYTES:]
+        for line in data.decode(errors="replace").splitlines():
+            sys.stderr.write(f"[worker {self.index}] {line}\n")

@@ -1,0 +1,94 @@
+"""The plan of a training run: how the model is cut, where stages run, how a batch is split."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from myelin.errors import PlanError
+from myelin.models.partition import cut, cut_at
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to run a model on a cluster. Checked when it is made, and again against the model.
+
+    Attributes:
+        pipeline: number of stages.
+        data: number of replicas; this version trains one.
+        microbatches: how many microbatches a batch is split into; a batch with fewer rows is split into as
+            many as it has rows.
+        pipeline_limit: at most so many microbatches in flight; by default twice the stages; "paper"
+            means the number of stages, as arXiv 2110.13005 has it.
+        placement: for each stage the worker that runs it; by default one stage a worker.
+        cuts: the first block of every stage but the first; by default stages are cut by the estimated cost of blocks.
+        steps_in_flight: how many steps may be under way at once.
+    """
+
+    pipeline: int = 1
+    data: int = 1
+    microbatches: int = 1
+    pipeline_limit: int | str | None = None
+    placement: Sequence[int] | None = None
+    cuts: Sequence[int] | None = None
+    steps_in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "data", "microbatches", "steps_in_flight"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{name}={value!r}: use a whole number of at least 1")
+        if self.data != 1:
+            raise PlanError(
+                f"data={self.data}: this version trains one replica; use data=1 and more stages or "
+                f"microbatches"
+            )
+        self._check_limit()
+        self._check_placement()
+        if self.cuts is not None and len(self.cuts) != self.pipeline - 1:
+            raise PlanError(
+                f"cuts={list(self.cuts)} make {len(self.cuts) + 1} stages, and pipeline={self.pipeline}: "
+                f"name the first block of every stage but the first, {self.pipeline - 1} in all"
+            )
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """For each stage the worker that runs it."""
+        return tuple(range(self.pipeline)) if self.placement is None else tuple(self.placement)
+
+    @property
+    def limit(self) -> int:
+        """How many microbatches may be in flight."""
+        if self.pipeline_limit is None:
+            return 2 * self.pipeline
+        return self.pipeline if isinstance(self.pipeline_limit, str) else self.pipeline_limit
+
+    def stages(self, costs: Sequence[float]) -> tuple[range, ...]:
+        """Return the blocks of each stage.
+
+        Raises:
+            PlanError: there are fewer blocks than stages, or a cut is out of range.
+        """
+        if self.cuts is None:
+            return cut(costs, self.pipeline)
+        return cut_at(self.cuts, len(costs))
+
+    def _check_limit(self) -> None:
+        limit = self.pipeline_limit
+        if limit is None or limit == "paper":
+            return
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise PlanError(
+                f"pipeline_limit={limit!r}: use a whole number of at least 1, "
+                f'"paper" (= pipeline), or None (= twice the stages)'
+            )
+
+    def _check_placement(self) -> None:
+        if self.placement is None:
+            return
+        placement = list(self.placement)
+        if len(placement) != self.pipeline:
+            raise PlanError(
+                f"placement={placement} places {len(placement)} stages, and pipeline={self.pipeline}: "
+                f"name one worker for each stage"
+            )
+        if set(placement) != set(range(len(set(placement)))):
+            raise PlanError(f"placement={placement}: workers are numbered from 0 without gaps")

@@ -1,0 +1,135 @@
+"""Handles of runs: what a caller awaits, and what a finished run reports."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from myelin.errors import RunCancelled
+from myelin.runtime.graph import Graph, Kind, Op, Split
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a finished run reports.
+
+    Attributes:
+        outputs: small results of all workers, for example the loss.
+        elapsed_s: seconds from the first order to the last worker's end.
+        busy_s: for each worker that took part, seconds its compute stream was busy.
+    """
+
+    outputs: dict[str, float]
+    elapsed_s: float
+    busy_s: dict[int, float]
+
+    @property
+    def idle_fraction(self) -> float:
+        """Share of the workers' time during which their compute streams did nothing."""
+        if not self.busy_s or not self.elapsed_s:
+            return 0.0
+        share = sum(self.busy_s.values()) / (len(self.busy_s) * self.elapsed_s)
+        return max(0.0, 1.0 - share)
+
+
+@dataclass(frozen=True, slots=True)
+class Distributed:
+    """A program that all workers have, as the coordinator knows it.
+
+    Attributes:
+        number: its number on all workers.
+        graph: the whole graph.
+        split: how it was cut.
+        trainer: number of the trainer whose stages it acts on, or None.
+    """
+
+    number: int
+    graph: Graph
+    split: Split
+    trainer: int | None
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """Workers that have at least one op."""
+        return tuple(w for w, program in self.split.programs.items() if program.ops)
+
+    @property
+    def committer(self) -> int | None:
+        """The worker that commits its runs, or None if they need no commit."""
+        return next((op.worker for op in self.graph.ops if op.kind is Kind.COMMIT), None)
+
+    def loads(self) -> list[tuple[int, int, int]]:
+        """Return (slot, worker, local index) of every LOAD."""
+        return [
+            (op.slot, *self.split.place[index])
+            for index, op in enumerate(self.graph.ops)
+            if op.kind is Kind.LOAD
+        ]
+
+    def op(self, worker: int, local: int) -> Op:
+        """Return one op by its place."""
+        return self.split.programs[worker].ops[local]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One run of a program: created queued, then in flight, then over.
+
+    Attributes:
+        number: its number, or 0 as long as it is queued.
+        program: what runs.
+        step: the trainer's step number.
+        inputs: for each slot the value to load.
+        done: its report; fails with the error that ended it.
+        settled: set once no worker has anything of it under way.
+    """
+
+    program: Distributed
+    step: int
+    inputs: dict[int, Any]
+    request_cancel: Callable[["Run"], None]
+    request_value: Callable[["Run", int, int], None]
+    number: int = 0
+    done: asyncio.Future[RunReport] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    began_s: float = 0.0
+    torn: bool = False
+    reports: dict[int, Any] = field(default_factory=dict)
+    drained: set[int] = field(default_factory=set)
+    values: dict[tuple[int, int], asyncio.Future[Any]] = field(default_factory=dict)
+
+    def cancel(self) -> None:
+        """Ask for the run to be ended; `done` then fails with `RunCancelled`, unless it is too late."""
+        self.request_cancel(self)
+
+    def value(self, index: int) -> asyncio.Future[Any]:
+        """Return the future value of the graph's op `index`; the value belongs to the caller.
+
+        Ask before the run is dispatched, that is in the same tick of the event loop in which the run was submitted,
+        or the value may be gone already.
+        """
+        place = self.program.split.place[index]
+        known = self.values.get(place)
+        if known is None:
+            known = self.values[place] = asyncio.get_running_loop().create_future()
+            error = self.done.exception() if self.done.done() else None
+            if error is not None:
+                known.set_exception(error)
+            elif self.number:
+                self.request_value(self, *place)
+        return known
+
+    def fail(self, error: BaseException) -> None:
+        """End `done` and all values with `error`; later calls change nothing."""
+        if not self.done.done():
+            self.done.set_exception(error)
+        for value in self.values.values():
+            if not value.done():
+                value.set_exception(error)
+                value.exception()  # `done` carries it; a value nobody awaits needs no warning
+
+    def cancelled_error(self) -> RunCancelled:
+        """Return the error of a run that was cancelled."""
+        return RunCancelled(f"run {self.number or '(queued)'} was cancelled; no weight was changed")

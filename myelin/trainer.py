@@ -1,0 +1,366 @@
+"""The trainer: steps, evaluations and predictions of one model on a cluster's workers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from myelin.batch import checked_batch, checked_inputs, joined, rows_of
+from myelin.coordinator import Coordinator
+from myelin.data.sources import batches_of
+from myelin.errors import BatchError, GraphError, ModelError
+from myelin.models.model import Description
+from myelin.models.sampling import sample
+from myelin.plan import Plan
+from myelin.run import Distributed, Run, RunReport
+from myelin.runtime import messages as m
+from myelin.runtime.graph import Kind, Phase
+from myelin.runtime.step import INPUTS, TARGETS, StepShape, build_step
+
+Result = TypeVar("Result")
+_KINDS = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step or of an evaluation.
+
+    Attributes:
+        index: number of the step, from 0; of an evaluation, how many steps went before.
+        loss: mean over all valid tokens (or samples) of the whole batch.
+        tokens: how many that were.
+        elapsed_s: seconds from the first order to the last worker's end.
+        idle_fraction: share of the workers' time during which their compute streams did nothing.
+        busy: for each worker, the share of the time during which it computed.
+    """
+
+    index: int
+    loss: float
+    tokens: int
+    elapsed_s: float
+    idle_fraction: float
+    busy: Mapping[int, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Valid tokens (or samples) per second."""
+        return self.tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+
+class Pending(Generic[Result]):
+    """A step, an evaluation or a prediction that was asked for. Await it, in any order, any number of times.
+
+    Cancelling a task that awaits it does not end the run; `cancel` does.
+    """
+
+    def __init__(self, run: Run, finish: Callable[[RunReport], Awaitable[Result]]) -> None:
+        self._run = run
+        self._finish = finish
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        """Wait for the result.
+
+        Raises:
+            RunError: what ended the run; weights are as they were before it.
+        """
+        return self._result().__await__()
+
+    def __repr__(self) -> str:
+        done = self._run.done
+        if not done.done():
+            state = "in flight" if self._run.number else "queued"
+        else:
+            state = "done" if done.exception() is None else f"failed: {done.exception()}"
+        return f"<{self._run.program.graph.phase.value} of step {self._run.step}, {state}>"
+
+    def op(
+        self, kind: str, *, stage: int | None = None, microbatch: int | None = None
+    ) -> "asyncio.Future[Any]":
+        """Return a future of one op's value: what the op computed, which then is the caller's.
+
+        `"forward"` gives a stage's output (of the last stage: the microbatch's share of the loss), `"backward"` the
+        gradient of each tensor of the stage's input, in order. Ask before the next `await`, since a
+        value is released when its last reader is over.
+
+        Args:
+            kind: "forward" or "backward".
+            stage: the pipeline stage.
+            microbatch: the microbatch.
+
+        Raises:
+            GraphError: the step has no such op.
+        """
+        graph = self._run.program.graph
+        index = None
+        if kind in _KINDS:
+            index = graph.find(Kind(kind), stage=stage, microbatch=microbatch)
+        if index is None:
+            stages = 1 + max(op.stage or 0 for op in graph.ops)
+            raise GraphError(
+                f"no op {kind!r} with stage={stage}, microbatch={microbatch} in this run: it has "
+                f"{stages} stages and {graph.microbatches} microbatches; kinds are {', '.join(_KINDS)}"
+            )
+        return self._run.value(index)
+
+    def cancel(self) -> None:
+        """End the run on all workers; awaiting it then raises `RunCancelled`.
+
+        A run whose updates have begun is finished instead.
+        """
+        self._run.cancel()
+
+    async def _result(self) -> Result:
+        return await self._finish(await asyncio.shield(self._run.done))
+
+
+class Trainer:
+    """Trains one model. Made by `Cluster.trainer`; lives as long as its cluster.
+
+    Steps are carried out in the order in which they were asked for; several may be in flight.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        number: int,
+        *,
+        model: Description,
+        plan: Plan,
+        stages: Sequence[range],
+        ties: Sequence[m.TieSpec],
+    ) -> None:
+        self.model, self.plan, self.stages = model, plan, tuple(stages)
+        self.steps_done = 0
+        self._coordinator, self._number = coordinator, number
+        self._ties = tuple((tie.owner_stage, tie.user_stage) for tie in ties)
+        self._lane = coordinator.lane(limit=plan.steps_in_flight, dependent=True)
+        self._programs: dict[tuple[Phase, int], Distributed] = {}
+        self._asked = 0
+
+    def __repr__(self) -> str:
+        return f"<Trainer of {self.model!r}: {self.plan.pipeline} stages, {self.steps_done} steps>"
+
+    def step(self, batch: tuple[Any, Any]) -> Pending[StepResult]:
+        """Ask for one training step; returns at once.
+
+        Args:
+            batch: (inputs, targets); each a tensor, or a tuple, list or dict of tensors, with the same number of rows
+                in dimension 0. It is split into microbatches along that dimension, evenly to within one row. The
+                tensors must not change until the step is over.
+
+        Raises:
+            BatchError: the batch cannot be used; nothing was started.
+            RunError: an earlier failure left the weights half updated.
+        """
+        pending = self._submit(Phase.TRAIN, batch, self._asked, self._result)
+        self._asked += 1
+        return pending
+
+    def evaluate(self, batch: tuple[Any, Any]) -> Pending[StepResult]:
+        """Ask for the loss of one batch, in evaluation mode and without gradients; returns at once.
+
+        It stands in the same queue as the steps: the weights are those after the steps asked for so far.
+        """
+        return self._submit(Phase.EVALUATE, batch, self._asked, self._result)
+
+    def predict(self, inputs: Any) -> Pending[Any]:
+        """Ask for the model's output for `inputs`, in evaluation mode; returns at once.
+
+        The outputs of all microbatches are joined along dimension 0; they belong to the caller.
+        """
+        checked_inputs(self.model, inputs)
+        program = self._program(Phase.PREDICT, rows_of(inputs))
+        run = self._coordinator.submit(self._lane, program, {INPUTS: inputs}, step=self._asked)
+        last = self.plan.pipeline - 1
+        values = []
+        for microbatch in range(program.graph.microbatches):
+            index = program.graph.find(Kind.FORWARD, stage=last, microbatch=microbatch)
+            assert index is not None
+            values.append(run.value(index))
+
+        async def finish(_report: RunReport) -> Any:
+            return joined([await value for value in values])
+
+        return Pending(run, finish)
+
+    async def gradients(self, batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
+        """Return the gradients of one batch by parameter name; weights do not change.
+
+        The names are those of `nn.Sequential(*blocks)`; the tensors belong to the caller.
+        """
+        await self._submit(Phase.GRADIENTS, batch, self._asked, self._result)
+        return await self._collect(m.State.GRADIENTS)
+
+    async def weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of all parameters and buffers after the steps asked for so far, by name.
+
+        The names are those of `nn.Sequential(*blocks).state_dict()`.
+        """
+        return await self._collect(m.State.WEIGHTS)
+
+    async def assign(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite parameters and buffers by name; names that are left out stay as they are.
+
+        Raises:
+            ModelError: a name or a shape is not the model's; nothing was changed.
+        """
+        await self._settled()
+        own = await self._coordinator.request_all(
+            lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES), self._workers
+        )
+        _check_weights(weights, {name: shape for part in own for name, shape in part.items()})
+        for worker, shapes in zip(self._workers, own, strict=True):
+            part = {name: weights[name] for name in shapes if name in weights}
+            request = m.Assign(self._coordinator.number(), self._number)
+            await self._coordinator.request(worker, request, value=part)
+
+    async def fit(
+        self, data: Any, steps: int | None = None, *, ahead: int = 0
+    ) -> AsyncIterator[StepResult]:
+        """Train on `data`, yielding every step's result in order.
+
+        Args:
+            data: an iterable or async iterable of batches, a torch `DataLoader`, or what
+                `myelin.data.text` returns.
+            steps: how many steps; None until the data ends.
+            ahead: how many steps to have in flight while the caller looks at a result. With 0 the weights in the loop's
+                body are those after the step it is shown.
+        """
+        if hasattr(data, "bind"):
+            data.bind(getattr(self.model, "context", None))
+        flying: list[Pending[StepResult]] = []
+        started = 0
+        batches = batches_of(data)
+        try:
+            async for batch in batches:
+                flying.append(self.step(batch))
+                started += 1
+                if steps is not None and started >= steps:
+                    break
+                if len(flying) > ahead:
+                    yield await flying.pop(0)
+            while flying:
+                yield await flying.pop(0)
+        finally:
+            await batches.aclose()
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        tokens: int,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> list[int]:
+        """Continue a prompt of token ids, one token at a time; returns the new ids.
+
+        For a quick look at what was learnt: every token is a forward of the whole context.
+
+        Args:
+            prompt: at least one token id.
+            tokens: how many to add.
+            temperature: 0 takes the likeliest token each time.
+            top_k: sample among the `top_k` likeliest only.
+            seed: of the sampling.
+
+        Raises:
+            BatchError: the prompt is empty or holds no valid ids.
+        """
+        if not prompt:
+            raise BatchError("the prompt is empty: give at least one token id")
+        generator = torch.Generator().manual_seed(seed)
+        context = getattr(self.model, "context", None)
+        ids = list(prompt)
+        for _ in range(tokens):
+            window = ids if context is None else ids[-context:]
+            logits_BTV = await self.predict(torch.tensor([window], dtype=torch.int64))
+            chosen = sample(
+                logits_BTV[0, -1], temperature=temperature, top_k=top_k, generator=generator
+            )
+            ids.append(chosen)
+        return ids[len(prompt) :]
+
+    def _submit(
+        self,
+        phase: Phase,
+        batch: tuple[Any, Any],
+        step: int,
+        finish: Callable[[Run, RunReport], StepResult],
+    ) -> Pending[StepResult]:
+        inputs, targets = checked_batch(self.model, batch)
+        program = self._program(phase, rows_of(inputs))
+        loads = {INPUTS: inputs, TARGETS: targets}
+        run = self._coordinator.submit(self._lane, program, loads, step=step)
+        if phase is Phase.TRAIN:
+            run.done.add_done_callback(lambda done: self._count(run, done))
+
+        async def result(report: RunReport) -> StepResult:
+            return finish(run, report)
+
+        return Pending(run, result)
+
+    def _program(self, phase: Phase, rows: int) -> Distributed:
+        """Return the program for a batch of so many rows; made and sent when first needed."""
+        microbatches = min(self.plan.microbatches, rows)
+        known = self._programs.get((phase, microbatches))
+        if known is None:
+            shape = StepShape(self.plan.workers, microbatches, self.plan.limit, self._ties)
+            graph = build_step(shape, phase)
+            known = self._coordinator.install(graph, trainer=self._number)
+            self._programs[phase, microbatches] = known
+        return known
+
+    def _count(self, run: Run, done: "asyncio.Future[RunReport]") -> None:
+        if done.cancelled() or done.exception() is not None:
+            self._asked = min(self._asked, run.step)  # it was not done: its number is free again
+        else:
+            self.steps_done = run.step + 1
+
+    def _result(self, run: Run, report: RunReport) -> StepResult:
+        return StepResult(
+            index=run.step,
+            loss=report.outputs["loss"],
+            tokens=int(report.outputs["weight"]),
+            elapsed_s=report.elapsed_s,
+            idle_fraction=report.idle_fraction,
+            busy={w: busy_s / report.elapsed_s for w, busy_s in report.busy_s.items()},
+        )
+
+    async def _settled(self) -> None:
+        """Wait until nothing that was asked for before is under way."""
+        for run in self._lane.all():
+            await run.settled.wait()
+
+    async def _collect(self, state: m.State) -> dict[str, torch.Tensor]:
+        await self._settled()
+        parts = await self._coordinator.request_all(
+            lambda _worker, number: m.Collect(number, self._number, state), self._workers
+        )
+        found = {name: tensor for part in parts for name, tensor in part.items()}
+        return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+    @property
+    def _workers(self) -> list[int]:
+        return sorted(set(self.plan.workers))
+
+
+def _check_weights(
+    weights: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
+) -> None:
+    unknown = sorted(set(weights) - set(shapes))
+    if unknown:
+        raise ModelError(
+            f"the model has no weights named {unknown[:5]}; its names are those of "
+            f"nn.Sequential(*blocks), for example {sorted(shapes)[:3]}"
+        )
+    for name, tensor in weights.items():
+        if list(tensor.shape) != list(shapes[name]):
+            raise ModelError(f"{name} has shape {list(shapes[name])}, not {list(tensor.shape)}")
+
+
+def _natural(name: str) -> tuple[int, str]:
+    block, _, rest = name.partition(".")
+    return int(block), rest

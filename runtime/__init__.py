@@ -1,0 +1,1 @@
+"""What decides and what runs inside a worker: op graph, scheduler, devices, stages, worker."""

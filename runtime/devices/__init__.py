@@ -1,0 +1,1 @@
+"""Where ops run: the port that every device fits, and the devices."""

@@ -1,0 +1,290 @@
+"""The closed set of messages between coordinator and workers, beyond the bus's own.
+
+A request carries a number, and is answered by `Done`, `Described` or `Refused` with the same number.
+Tensors never travel here: `Announce` says what comes next on the data path's channel from its sender.
+"""
+
+import enum
+from typing import Any
+
+import msgspec
+
+from myelin.models.building import BlockInfo
+
+from myelin.runtime.graph import Program
+from myelin.runtime.optimizer import Optimizer
+from myelin.transports.datapath import TensorSpec
+from myelin.transports.packing import Layout
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to reach a node: where its inbox is, and which incarnation of it is the right one."""
+
+    node: int
+    incarnation: str
+    inbox: str
+
+
+class TieSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A weight that two stages share: the owner updates it, the user is refreshed."""
+
+    owner_stage: int
+    owner_block: int
+    owner_name: str
+    user_stage: int
+    user_block: int
+    user_name: str
+
+
+class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The blocks `first` to `last`, both included, of one stage."""
+
+    stage: int
+    first: int
+    last: int
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why an op or a request failed, and where.
+
+    Attributes:
+        error: name of the exception's type.
+        text: its message.
+        traceback: formatted, as the worker saw it.
+        kind: kind of the op, or of the request.
+        stage: pipeline stage of the op.
+        microbatch: microbatch of the op.
+        block: model block that was running.
+    """
+
+    error: str
+    text: str
+    traceback: str
+    kind: str
+    stage: int | None = None
+    microbatch: int | None = None
+    block: int | None = None
+
+
+class Purpose(enum.Enum):
+    """What an announced message is for; says how to read `Announce.key`."""
+
+    EDGE = "edge"  # key: run, index of the RECEIVE or LOAD in the receiver's program
+    VALUE = "value"  # key: run, index in the sender's program of an op whose value was asked for
+    REPLY = "reply"  # key: request, 0
+
+
+class State(enum.Enum):
+    """What of a trainer can be collected or assigned."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    SHAPES = "shapes"
+
+
+# Coordinator to worker
+
+
+class Peers(_Message, frozen=True):
+    """All workers, so that they can talk to each other."""
+
+    request: int
+    peers: tuple[Peer, ...]
+
+
+class Describe(_Message, frozen=True):
+    """Ask for the costs of a model's blocks; nothing is allocated."""
+
+    request: int
+    factory: str
+    arguments: dict[str, Any]
+
+
+class Build(_Message, frozen=True):
+    """Build the blocks of some stages of a trainer's model, and their optimizer."""
+
+    request: int
+    trainer: int
+    factory: str
+    arguments: dict[str, Any]
+    stages: tuple[StageSpec, ...]
+    last_stage: int
+    ties: tuple[TieSpec, ...]
+    optimizer: Optimizer
+    seed: int
+
+
+class Install(_Message, frozen=True):
+    """Keep a program; its ops act on a trainer's stages, or call the callables named by import path."""
+
+    request: int
+    program: int
+    body: Program
+    trainer: int | None = None
+    calls: tuple[str, ...] = ()
+
+
+class Discard(_Message, frozen=True):
+    """Forget a trainer or a program and free what it held."""
+
+    request: int
+    trainer: int | None = None
+    program: int | None = None
+
+
+class Start(_Message, frozen=True):
+    """Queue a run of a program; `watch` are ops whose values the coordinator wants."""
+
+    run: int
+    program: int
+    step: int
+    watch: tuple[int, ...] = ()
+
+
+class Watch(_Message, frozen=True):
+    """Ask for the value of one op of a run that was started already."""
+
+    run: int
+    op: int
+
+
+class Abort(_Message, frozen=True):
+    """End a run now; the answer is `Drained`."""
+
+    run: int
+
+
+class Cancel(_Message, frozen=True):
+    """To the worker that commits a run: abort it unless it is committed already."""
+
+    run: int
+
+
+class Collect(_Message, frozen=True):
+    """Ask for weights, gradients or shapes of weights by name; gradients are given away."""
+
+    request: int
+    trainer: int
+    state: State
+
+
+class Assign(_Message, frozen=True):
+    """Overwrite weights by name with the tensors announced as a REPLY to the same request."""
+
+    request: int
+    trainer: int
+
+
+class Shutdown(_Message, frozen=True):
+    """End the worker."""
+
+
+# Worker to coordinator
+
+
+class Done(_Message, frozen=True):
+    """A request was carried out."""
+
+    request: int
+
+
+class Described(_Message, frozen=True):
+    """Answer to `Describe`."""
+
+    request: int
+    blocks: tuple[BlockInfo, ...]
+    ties: tuple[tuple[int, str, int, str], ...]
+
+
+class Refused(_Message, frozen=True):
+    """A request failed."""
+
+    request: int
+    failure: Failure
+
+
+class RunDone(_Message, frozen=True):
+    """This worker's part of a run is over.
+
+    Attributes:
+        run: the run.
+        outputs: small results, for example the loss.
+        busy_s: seconds that the compute stream was busy.
+        span_s: seconds from the worker's start of the run to its end.
+    """
+
+    run: int
+    outputs: dict[str, float]
+    busy_s: float
+    span_s: float
+
+
+class RunFailed(_Message, frozen=True):
+    """An op of this worker's part failed."""
+
+    run: int
+    failure: Failure
+
+
+class RunDrained(_Message, frozen=True):
+    """After `Abort` or a failure: nothing of the run is under way here; `updated` tells if weights changed."""
+
+    run: int
+    updated: bool
+
+
+class ValueGone(_Message, frozen=True):
+    """The value of a watched op cannot be had: its last reader was done with it before it was asked for."""
+
+    run: int
+    op: int
+
+
+class PeerFault(_Message, frozen=True):
+    """A node sent this worker a bad frame, or has fallen silent."""
+
+    peer: int | None
+    reason: str
+    text: str
+
+
+# Between any two nodes
+
+
+class Announce(_Message, frozen=True):
+    """The sender's next message on its channel to the receiver: what it is and what it looks like."""
+
+    purpose: Purpose
+    key: tuple[int, int]
+    label: str
+    layout: Layout
+    specs: tuple[TensorSpec, ...]
+
+
+MESSAGES: tuple[type[msgspec.Struct], ...] = (
+    Peers,
+    Describe,
+    Build,
+    Install,
+    Discard,
+    Start,
+    Watch,
+    Abort,
+    Cancel,
+    Collect,
+    Assign,
+    Shutdown,
+    Done,
+    Described,
+    Refused,
+    RunDone,
+    RunFailed,
+    RunDrained,
+    ValueGone,
+    PeerFault,
+    Announce,
+)

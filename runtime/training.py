@@ -1,0 +1,278 @@
+"""Does the ops of a training step, an evaluation or a prediction on the stages of one worker.
+
+One `StepExecutor` per trainer and worker; it owns the stages, their optimizers and their gradients.
+
+Sums are made in microbatch order. A weight that two stages share lives with its owner; the user's stage has
+a copy. For every microbatch the user's gradient travels to the owner and is added there to the owner's own before
+the sum joins `.grad`: the order in which one process with one shared tensor would add them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from myelin.errors import BatchError
+from myelin.models.building import build_blocks
+from myelin.models.losses import total, weigh
+from myelin.models.model import load
+from myelin.runtime.blackbox import BlackBox
+from myelin.runtime.executor import RunState
+from myelin.runtime.graph import Kind, Op, Phase
+from myelin.runtime.messages import Build, TieSpec
+from myelin.runtime.stage import Cursor, Stage
+from myelin.transports.packing import map_tensors, tensors_of
+
+
+class StepExecutor:
+    """An `Executor` for the programs of one trainer.
+
+    Args:
+        build: the coordinator's order; blocks are built here, and no others.
+        black_box: told which block is running.
+    """
+
+    def __init__(self, build: Build, black_box: BlackBox | None = None) -> None:
+        self._last_stage, self._ties = build.last_stage, build.ties
+        self._loss = load(build.factory, build.arguments).loss
+        self._cursor = Cursor(black_box)
+        self._stages = _build_stages(build, self._cursor)
+        self._tied_gradients: dict[tuple[int, int], Tensor | None] = {}
+        self._optimizers = {
+            stage: build.optimizer.build(own)
+            for stage, own in ((s, self._own_parameters(s)) for s in self._stages)
+            if own
+        }
+        self._do: Mapping[Kind, Callable[[Op, RunState, Sequence[Any]], Any]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.TIE_GRADIENT: self._tie_gradient,
+            Kind.VOTE: self._nothing,
+            Kind.COMMIT: self._nothing,
+            Kind.UPDATE: self._update,
+            Kind.REFRESH: self._refresh,
+        }
+
+    def execute(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Any:
+        """See `Executor`. On an error the state tells which block was running."""
+        self._cursor.enter(None)
+        try:
+            return self._do[op.kind](op, state, inputs)
+        except BaseException:
+            state.block = self._cursor.block
+            raise
+
+    def discard(self, state: RunState) -> None:
+        """See `Executor`."""
+        self._tied_gradients.clear()
+        for stage in self._stages.values():
+            stage.discard()
+
+    def present(self, op: Op, value: Any) -> Any:
+        """See `Executor`: a border value without its gradient flags."""
+        if op.kind is Kind.FORWARD and op.stage != self._last_stage:
+            return value[0]
+        return value
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name, detached; they stay the executor's."""
+        found: dict[str, Tensor] = {}
+        for stage in self._stages.values():
+            found |= stage.parameters() | stage.buffers()
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients by name and give them away."""
+        found = {}
+        for index, stage in self._stages.items():
+            users = {id(p) for p in self._used_ties(index)}
+            for name, parameter in stage.parameters().items():
+                if parameter.grad is not None and id(parameter) not in users:
+                    found[name] = parameter.grad
+        for stage in self._stages.values():
+            for parameter in stage.parameters().values():
+                parameter.grad = None
+        return found
+
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite parameters and buffers by name, in place."""
+        own = self.weights()
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+
+    def _forward(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Any:
+        stage, microbatch = self._stage(op), _microbatch(op)
+        if op.stage == 0:
+            value = _split(inputs[0], state, "inputs")[microbatch]
+            wants = [False] * len(tensors_of(value))
+        else:
+            value, wants = inputs[0]
+        backward = state.phase in (Phase.TRAIN, Phase.GRADIENTS)
+        if backward:
+            output = stage.forward(value, wants, step=state.step, microbatch=microbatch)
+        else:
+            output = stage.infer(value)
+        if op.stage == self._last_stage:
+            return self._finish_forward(stage, state, microbatch, output, inputs[1:])
+        tensors = tensors_of(output)
+        if backward:
+            stage.keep(microbatch, tensors)
+        return map_tensors(Tensor.detach, output), [t.requires_grad for t in tensors]
+
+    def _finish_forward(
+        self, stage: Stage, state: RunState, microbatch: int, output: Any, targets: Sequence[Any]
+    ) -> Any:
+        """Return this microbatch's share of the loss, or in a prediction the output itself."""
+        if state.phase is Phase.PREDICT:
+            return output
+        target = _split(targets[0], state, "targets")[microbatch]
+        with torch.set_grad_enabled(state.phase is not Phase.EVALUATE):
+            loss = total(self._loss, output, target, self._weight(state, targets[0]))
+        if state.phase is not Phase.EVALUATE:
+            stage.keep(microbatch, [loss])
+        loss = loss.detach()
+        so_far = state.scratch.get("loss")
+        state.scratch["loss"] = loss if so_far is None else so_far + loss
+        state.outputs["loss"] = float(state.scratch["loss"])
+        return loss
+
+    def _weight(self, state: RunState, targets: Any) -> int:
+        """Return how many items the loss of the whole batch is the mean of."""
+        if "weight" not in state.scratch:
+            parts = _split(targets, state, "targets")
+            weight = sum(weigh(self._loss, part) for part in parts)
+            if not weight:
+                raise BatchError(
+                    "no target of this batch counts towards the loss: its mean does not exist; leave the batch out"
+                )
+            state.scratch["weight"] = weight
+            state.outputs["weight"] = float(weight)
+        return int(state.scratch["weight"])
+
+    def _backward(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Any:
+        stage, microbatch = self._stage(op), _microbatch(op)
+        assert op.stage is not None
+        if op.stage == self._last_stage:
+            gradients, tied = [torch.ones(())], list(inputs)
+        else:
+            gradients, tied = inputs[0], list(inputs[1:])
+        owned = self._owned_ties(op.stage)
+        sums = {id(parameter): parameter.grad for parameter in owned}
+        for parameter in owned:
+            parameter.grad = None
+        result = stage.backward(microbatch, gradients)
+        for parameter in dict.fromkeys(owned):
+            _join(parameter, sums[id(parameter)], _addends(owned, parameter, tied))
+        for slot, tie in enumerate(self._ties):
+            if tie.user_stage == op.stage:
+                used = self._parameter(tie.user_stage, tie.user_block, tie.user_name)
+                self._tied_gradients[slot, microbatch], used.grad = used.grad, None
+        return result
+
+    def _tie_gradient(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Tensor | None:
+        return self._tied_gradients.pop((op.slot, _microbatch(op)))
+
+    def _update(self, op: Op, state: RunState, inputs: Sequence[Any]) -> list[Tensor]:
+        assert op.stage is not None
+        state.updated = True
+        optimizer = self._optimizers.get(op.stage)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._stages[op.stage].commit()
+        return [parameter.detach() for parameter in self._owned_ties(op.stage)]
+
+    def _refresh(self, op: Op, state: RunState, inputs: Sequence[Any]) -> None:
+        state.updated = True
+        tie = self._ties[op.slot]
+        owned = [t for t in _by_user(self._ties) if t.owner_stage == tie.owner_stage]
+        value = inputs[0][owned.index(tie)]
+        self._parameter(tie.user_stage, tie.user_block, tie.user_name).detach().copy_(value)
+
+    def _nothing(self, op: Op, state: RunState, inputs: Sequence[Any]) -> None:
+        """A VOTE or a COMMIT says all by being over."""
+
+    def _stage(self, op: Op) -> Stage:
+        assert op.stage is not None
+        return self._stages[op.stage]
+
+    def _parameter(self, stage: int, block: int, name: str) -> nn.Parameter:
+        return self._stages[stage].blocks[block].get_parameter(name)
+
+    def _owned_ties(self, stage: int) -> list[nn.Parameter]:
+        """Return the owned parameter of each tie, in the order in which the users' gradients come."""
+        return [
+            self._parameter(stage, tie.owner_block, tie.owner_name)
+            for tie in _by_user(self._ties)
+            if tie.owner_stage == stage
+        ]
+
+    def _used_ties(self, stage: int) -> list[nn.Parameter]:
+        return [
+            self._parameter(stage, tie.user_block, tie.user_name)
+            for tie in self._ties
+            if tie.user_stage == stage
+        ]
+
+    def _own_parameters(self, stage: int) -> list[nn.Parameter]:
+        """Return what this stage's optimizer updates: each weight once, no frozen ones, no copies."""
+        copies = {id(parameter) for parameter in self._used_ties(stage)}
+        found = {
+            id(parameter): parameter
+            for parameter in self._stages[stage].parameters().values()
+            if parameter.requires_grad and id(parameter) not in copies
+        }
+        return list(found.values())
+
+
+def _build_stages(build: Build, cursor: Cursor) -> dict[int, Stage]:
+    stages = {}
+    for spec in build.stages:  # one call a stage: blocks of two stages share no tensor
+        blocks = build_blocks(build, range(spec.first, spec.last + 1), build.seed)
+        stages[spec.stage] = Stage(spec, blocks, seed=build.seed, cursor=cursor)
+    return stages
+
+
+def _by_user(ties: Sequence[TieSpec]) -> list[TieSpec]:
+    """Order ties as a backward meets their users: the last stage first."""
+    return sorted(ties, key=lambda tie: -tie.user_stage)
+
+
+def _microbatch(op: Op) -> int:
+    assert op.microbatch is not None
+    return op.microbatch
+
+
+def _split(value: Any, state: RunState, name: str) -> list[Any]:
+    """Split every tensor of a batch along its first dimension, evenly to within one."""
+    if name not in state.scratch:
+        parts: dict[int, list[Tensor]] = defaultdict(list)
+        for tensor in tensors_of(value):
+            for microbatch, part in enumerate(tensor.tensor_split(state.microbatches)):
+                parts[microbatch].append(part)
+        state.scratch[name] = [_rebuild(value, parts[m]) for m in range(state.microbatches)]
+    return list(state.scratch[name])
+
+
+def _rebuild(value: Any, tensors: list[Tensor]) -> Any:
+    remaining = iter(tensors)
+    return map_tensors(lambda _: next(remaining), value)
+
+
+def _addends(
+    owned: Sequence[nn.Parameter], parameter: nn.Parameter, tied: Sequence[Tensor | None]
+) -> list[Tensor]:
+    return [g for p, g in zip(owned, tied, strict=True) if p is parameter and g is not None]
+
+
+def _join(parameter: nn.Parameter, so_far: Tensor | None, users: Sequence[Tensor]) -> None:
+    """Set `.grad` to `so_far + (users + own)`, added as autograd would add them."""
+    gradient, own = None, parameter.grad
+    for addend in [*users, *([] if own is None else [own])]:
+        gradient = addend if gradient is None else gradient + addend
+    if so_far is None or gradient is None:
+        parameter.grad = so_far if gradient is None else gradient
+    else:
+        parameter.grad = so_far.add_(gradient)

@@ -1,0 +1,280 @@
+"""A worker: takes the coordinator's orders and its neighbours' messages, one run after another.
+
+The shell around `ActiveRun`; it decides nothing about ops. Runs and requests stand in one queue and
+are carried out in the order in which they came, so that weights collected after a step are the
+weights after that step.
+"""
+
+import asyncio
+import collections
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from myelin.errors import FrameError
+from myelin.runtime import messages as m
+from myelin.runtime.blackbox import BlackBox
+from myelin.runtime.courier import Courier
+from myelin.runtime.devices.port import Device, Outcome
+from myelin.runtime.graph import COORDINATOR, Kind, Op
+from myelin.runtime.holdings import Holdings, Request
+from myelin.runtime.jitter import Delays
+from myelin.runtime.mailbox import Mailbox
+from myelin.runtime.run import ActiveRun
+from myelin.transports.datapath import DataPath
+
+_REMEMBERED_RUNS = 1024
+
+
+class ControlBus(Protocol):
+    """What a worker needs of its bus."""
+
+    def admit(self, peer: int, incarnation: str) -> None:
+        """Accept frames of this incarnation of `peer`."""
+        ...
+
+    def connect(self, peer: int, address: str) -> None:
+        """Make the outbox to `peer`."""
+        ...
+
+    def send(self, peer: int, message: msgspec.Struct) -> None:
+        """Send without blocking."""
+        ...
+
+
+class Worker:
+    """One worker. All methods run on its event loop.
+
+    Args:
+        index: its number; it is also its node.
+        bus: connected to the coordinator already; whoever made it hands messages to `receive`.
+        path: the data path; closed by whoever made it.
+        device: where ops run; closed by whoever made it.
+        delays: delays to inject.
+        local_calls: callables of the same process, by name.
+        on_shutdown: called when the coordinator wants this worker to end.
+        black_box: told what is running, where the worker is a process of its own.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        bus: ControlBus,
+        path: DataPath,
+        device: Device,
+        delays: Delays,
+        local_calls: Mapping[str, Callable[..., Any]],
+        on_shutdown: Callable[[], None],
+        black_box: BlackBox | None = None,
+    ) -> None:
+        self.index, self.device, self.delays = index, device, delays
+        self.black_box = black_box
+        self._bus = bus
+        self._courier = Courier(send=self._send, path=path, deliver=self._deliver, delays=delays)
+        self._holdings = Holdings(
+            run_ahead=device.run_ahead, local_calls=local_calls, black_box=black_box
+        )
+        self._inboxes: dict[int, str] = {}  # peers to whom nothing was sent yet
+        self._queue: collections.deque[m.Start | Request] = collections.deque()
+        self._active: ActiveRun | None = None
+        self._requesting = False
+        self._mailbox = Mailbox()
+        self._updated: dict[int, bool] = {}  # runs that are over, the latest ones
+        self._assigned: dict[int, asyncio.Future[Any]] = {}
+        self._handlers: dict[type, Callable[[int, Any], None]] = {
+            m.Announce: self._announced,
+            m.Peers: self._learn_peers,
+            m.Abort: self._abort,
+            m.Cancel: self._cancel,
+            m.Watch: self._watch,
+            m.Shutdown: lambda _peer, _message: on_shutdown(),
+        }
+
+    # What the bus tells
+
+    def receive(self, peer: int, message: msgspec.Struct) -> None:
+        """Take one message from the bus."""
+        self._handlers.get(type(message), self._enqueue)(peer, message)
+
+    def fault(self, error: FrameError) -> None:
+        """Pass a bad frame on to the coordinator, which owns all peers; strangers only count."""
+        if error.peer is not None:
+            self._bus.send(COORDINATOR, m.PeerFault(error.peer, error.reason, str(error)))
+
+    # What a run needs (the protocol `Outside`)
+
+    def report(self, message: m.RunDone | m.RunFailed | m.RunDrained | m.ValueGone) -> None:
+        """Tell the coordinator."""
+        self._bus.send(COORDINATOR, message)
+
+    def post(
+        self, peer: int, value: Any, *, purpose: m.Purpose, key: tuple[int, int], label: str
+    ) -> asyncio.Future[None]:
+        """See `Courier.post`."""
+        return self._courier.post(peer, value, purpose=purpose, key=key, label=label)
+
+    def ended(self, run: int, *, updated: bool) -> None:
+        """Take note that the active run is over; the next in the queue begins."""
+        self._remember(run, updated=updated)
+        self._mailbox.end(run)
+        self._active = None
+        asyncio.get_running_loop().call_soon(self._next)
+
+    # The queue
+
+    def _enqueue(self, _peer: int, message: Any) -> None:
+        self._queue.append(message)
+        self._next()
+
+    def _next(self) -> None:
+        while self._queue and self._active is None and not self._requesting:
+            message = self._queue.popleft()
+            if isinstance(message, m.Start):
+                self._begin(message)
+            else:
+                self._request(message)
+
+    def _begin(self, start: m.Start) -> None:
+        installed = self._holdings.programs.get(start.program)
+        if installed is None:
+            text = f"program {start.program} is not on worker {self.index}: it was discarded"
+            self.report(m.RunFailed(start.run, m.Failure("KeyError", text, "", kind="start")))
+            self._remember(start.run, updated=False)
+            return
+        self._active = run = ActiveRun(start, installed, self)
+        run.begin()
+        for op, value in self._mailbox.take(start.run):
+            run.arrived(op, value)
+
+    def _request(self, message: Request) -> None:
+        self._requesting = True
+        if not isinstance(message, m.Assign):
+            self._carry_out(message, None)
+            return
+        coming = self._assigned.pop(message.request)
+        coming.add_done_callback(partial(self._assign, message))
+
+    def _assign(self, message: m.Assign, coming: asyncio.Future[Any]) -> None:
+        if coming.cancelled():
+            return
+        error = coming.exception()
+        if error is None:
+            self._carry_out(message, coming.result())
+        else:
+            self._answer(message, Outcome(None, error, 0.0, 0.0))
+
+    def _carry_out(self, message: Request, value: Any) -> None:
+        """Carry a request out on the compute thread, where nothing else runs meanwhile."""
+        self.device.launch(
+            Op(Kind.CALL, self.index),
+            partial(self._holdings.carry_out, message, value),
+            after=(),
+            done=partial(self._answer, message),
+        )
+
+    def _answer(self, message: Request, outcome: Outcome) -> None:
+        kind = type(message).__name__.lower()
+        if outcome.error is not None:
+            error = outcome.error
+            text = "".join(traceback.format_exception(error))
+            failure = m.Failure(type(error).__name__, str(error), text, kind=kind)
+            self._bus.send(COORDINATOR, m.Refused(message.request, failure))
+        elif isinstance(outcome.value, msgspec.Struct):
+            self._bus.send(COORDINATOR, outcome.value)
+        else:
+            key = (message.request, 0)
+            sent = self.post(
+                COORDINATOR, outcome.value, purpose=m.Purpose.REPLY, key=key, label=kind
+            )
+            sent.add_done_callback(self._replied)  # until then the tensors must not change
+            return
+        self._go_on()
+
+    def _replied(self, sent: asyncio.Future[None]) -> None:
+        if not sent.cancelled() and sent.exception() is None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._requesting = False
+        self._next()
+
+    # Orders that do not wait in the queue
+
+    def _learn_peers(self, _peer: int, message: m.Peers) -> None:
+        for peer in message.peers:
+            if peer.node != self.index:
+                self._bus.admit(peer.node, peer.incarnation)
+                self._inboxes[peer.node] = peer.inbox
+        self._bus.send(COORDINATOR, m.Done(message.request))
+
+    def _abort(self, _peer: int, message: m.Abort) -> None:
+        run = message.run
+        if self._active is not None and self._active.run == run:
+            self._active.abort()
+            return
+        for queued in self._queue:
+            if isinstance(queued, m.Start) and queued.run == run:
+                self._queue.remove(queued)
+                self._mailbox.skip(run)
+                self._remember(run, updated=False)
+                break
+        self._bus.send(COORDINATOR, m.RunDrained(run, self._updated.get(run, False)))
+
+    def _cancel(self, _peer: int, message: m.Cancel) -> None:
+        if self._active is not None and self._active.run == message.run:
+            self._active.cancel()
+        elif message.run not in self._updated:
+            failure = m.Failure("RunCancelled", "the run was cancelled", "", kind="cancel")
+            self._bus.send(COORDINATOR, m.RunFailed(message.run, failure))
+
+    def _watch(self, _peer: int, message: m.Watch) -> None:
+        if self._active is not None and self._active.run == message.run:
+            self._active.watch(message.op)
+            return
+        for index, queued in enumerate(self._queue):
+            if isinstance(queued, m.Start) and queued.run == message.run:
+                watch = (*queued.watch, message.op)
+                self._queue[index] = msgspec.structs.replace(queued, watch=watch)
+                return
+        self._bus.send(COORDINATOR, m.ValueGone(message.run, message.op))
+
+    def _remember(self, run: int, *, updated: bool) -> None:
+        self._updated[run] = updated
+        if len(self._updated) > _REMEMBERED_RUNS:
+            del self._updated[next(iter(self._updated))]
+
+    # Messages of the data path
+
+    def _announced(self, peer: int, message: m.Announce) -> None:
+        if message.purpose is m.Purpose.REPLY:
+            self._assigned[message.key[0]] = asyncio.get_running_loop().create_future()
+        self._courier.announced(peer, message)
+
+    def _deliver(
+        self, _peer: int, message: m.Announce, value: Any, error: BaseException | None
+    ) -> None:
+        number, op = message.key
+        if message.purpose is m.Purpose.REPLY:
+            waiting = self._assigned[number]
+            waiting.set_result(value) if error is None else waiting.set_exception(error)
+        elif self._active is not None and self._active.run == number:
+            if error is None:
+                self._active.arrived(op, value)
+            else:
+                self._active.lost(op, error)
+        elif error is None:
+            self._mailbox.hold(number, op, value)
+        else:
+            failure = m.Failure(type(error).__name__, str(error), "", kind="receive")
+            self._bus.send(COORDINATOR, m.RunFailed(number, failure))
+
+    def _send(self, peer: int, message: msgspec.Struct) -> None:
+        """Send, making the outbox at the first message to a peer."""
+        inbox = self._inboxes.pop(peer, None)
+        if inbox is not None:
+            self._bus.connect(peer, inbox)
+        self._bus.send(peer, message)
