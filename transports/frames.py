@@ -117,8 +117,8 @@ class Codec:
         Field values are not checked against their types here; the receiver does that.
 
         Raises:
-            FrameError: `message` is not of the closed set ("unknown"), holds what MessagePack cannot
-                express ("malformed"), or makes too long a frame ("oversized").
+            FrameError: `message` is not of the closed set ("unknown"), holds what MessagePack
+                cannot express ("malformed"), or makes too long a frame ("oversized").
         """
         if type(message) not in self._known:
             raise _error(

@@ -277,7 +277,7 @@ class _Channel:
         """Do what comes once, after connecting."""
 
     def _release(self) -> None:
-        """Forget the work under way: gloo keeps its connection and threads as long as there is any."""
+        """Forget the work under way, which would keep the connection and gloo's threads alive."""
 
     def _carry(self, transfer: Transfer, deadline: float) -> None:
         """Move one message and finish its transfer, or raise."""

@@ -211,8 +211,8 @@ def _socket_file(address: str) -> Path | None:
         )
     if not path.parent.is_dir() or stat.S_IMODE(path.parent.stat().st_mode) & 0o077:
         raise TransportError(
-            f"cannot listen at {address}: {path.parent} must be a directory that only its owner may "
-            "enter; make one with mode 0700, as tempfile.mkdtemp does"
+            f"cannot listen at {address}: {path.parent} must be a directory that only its owner "
+            "may enter; make one with mode 0700, as tempfile.mkdtemp does"
         )
     if os.path.lexists(path):
         raise TransportError(
