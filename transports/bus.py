@@ -228,8 +228,8 @@ class Bus:
             raise FrameError(f"to node {peer}: {error}", peer=peer, reason=error.reason) from error
         if not outbox.send(frame):
             raise BackpressureError(
-                f"node {peer} at {outbox.address} takes no more frames: {self._limits.high_water} or "
-                f"more wait before frame {outbox.sequence}, a {type(message).__name__}; it is "
+                f"node {peer} at {outbox.address} takes no more frames: {self._limits.high_water} "
+                f"or more wait before frame {outbox.sequence}, a {type(message).__name__}; it is "
                 "stopped, gone or far too slow"
             )
         self._frames_out += 1

@@ -27,7 +27,7 @@ Source: TypeAlias = TextData | Iterable[Any] | AsyncIterable[Any]
 """Gives pairs (inputs, targets): a list, a generator, a torch `DataLoader`, a `TextData`."""
 
 AHEAD: Final = 2
-CLOSE_TIMEOUT_S: Final = 5.0  # a `next` that waits for something that never comes
+CLOSE_TIMEOUT_S: Final = 2.0  # for a `next` that waits for what never comes
 
 _END: Final = object()
 
