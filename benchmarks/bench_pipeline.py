@@ -1,6 +1,7 @@
 """Step time of two workers against a plain single-thread loop on the same model and batch.
 
-Both run in turn, step by step, in one run, since machines drift: plain, Myelin, plain, Myelin. Prints one JSON object as its last line.
+Both run in turn, step by step, in one run, since machines drift: plain, Myelin, plain, Myelin.
+Prints one JSON object as its last line.
 
     python benchmarks/bench_pipeline.py
     python benchmarks/bench_pipeline.py --stages 2 --placement 0,1

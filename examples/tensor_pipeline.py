@@ -1,6 +1,7 @@
 """A graph that is no training: two workers, each doing its part of the work on a stream of images.
 
-Worker 0 blurs an image; worker 1 finds how much detail the blur took away. While worker 1 is at one image, worker 0 is at the next.
+Worker 0 blurs an image; worker 1 finds how much detail the blur took away. While worker 1 is at one
+image, worker 0 is at the next.
 
 Run it with `python examples/tensor_pipeline.py`.
 """

@@ -1,4 +1,4 @@
-"""Myelin: train transformers too large for one accelerator; an op runs when its messages are there."""
+"""Myelin: train transformers too large for one accelerator; an op runs when its messages are in."""
 
 from myelin import data, errors
 from myelin.cluster import Cluster

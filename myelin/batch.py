@@ -17,8 +17,8 @@ def checked_batch(model: Description, batch: Any) -> tuple[Any, Any]:
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise BatchError(
-            f"a batch is a pair (inputs, targets), not {_named(batch)}; each part is a tensor, or a "
-            f"tuple, list or dict of tensors"
+            f"a batch is a pair (inputs, targets), not {_named(batch)}; each part is a tensor, or "
+            f"a tuple, list or dict of tensors"
         )
     inputs, targets = batch
     rows, rows_of_targets = rows_of(inputs, "inputs"), rows_of(targets, "targets")

@@ -168,12 +168,13 @@ class Cluster:
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:
             raise ClusterError(
-                f"this cluster was {self._state.value}: use it inside `async with Cluster(...) as cluster:`"
+                f"this cluster was {self._state.value}: use it inside its "
+                f"`async with Cluster(...) as cluster:` block"
             )
         self._members.coordinator.check()
 
     def _watch_sigterm(self) -> None:
-        """Have SIGTERM cancel the task that entered this block, unless the program handles it itself."""
+        """Have SIGTERM cancel the task that entered, unless the program handles it itself."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -205,7 +206,7 @@ async def _to_the_end(closing: Any) -> None:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
             cancelled = error
-        except Exception:  # noqa: BLE001, S110 - raised below
+        except Exception:  # noqa: BLE001 - raised below
             break
     task.result()
     if cancelled is not None:

@@ -1,7 +1,7 @@
 """The coordinator: gives orders to workers, follows runs, and turns failures into one exception.
 
-It is not in the path of any op: per run it sends one order to each worker and takes one report from each. It
-owns no process and no socket (see `myelin.cluster`).
+It is not in the path of any op: per run it sends one order to each worker and takes one report from
+each. It owns no process and no socket (see `myelin.cluster`).
 """
 
 import asyncio
@@ -22,14 +22,13 @@ from myelin.runtime.graph import Graph, split
 from myelin.runtime.jitter import Delays
 from myelin.transports.datapath import DataPath
 
-
 _TORN = (
     "some workers have updated their weights and others have not: the trainer cannot go on; load a "
     "checkpoint or build a new trainer"
 )
 _RELEASED = (
-    "the value was released when its last reader was over; ask for it in the same breath as the run: "
-    "start the run, then call `.op(...)`, with no `await` between them"
+    "the value was released when its last reader was over; ask for it in the same breath as the "
+    "run: start the run, then call `.op(...)`, with no `await` between them"
 )
 
 
@@ -129,13 +128,14 @@ class Coordinator:
         """
         if self._broken is not None:
             raise ClusterError(
-                f"this cluster cannot go on: {self._broken}; leave its `async with` block and start a new one"
+                f"this cluster cannot go on: {self._broken}; leave its `async with` block and "
+                f"start a new one"
             ) from self._broken
 
     # Programs and runs
 
     def install(self, graph: Graph, *, trainer: int) -> Distributed:
-        """Cut a trainer's graph and send every worker its program; runs may be submitted at once."""
+        """Cut a trainer's graph and send each worker its program; runs may follow at once."""
         program = Distributed(self.number(), graph, split(graph, self.workers), trainer)
         for worker in program.participants:
             body = program.split.programs[worker]

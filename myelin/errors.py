@@ -29,7 +29,7 @@ class GraphError(MyelinError, ValueError):
 
 
 class ScheduleError(MyelinError, AssertionError):
-    """The scheduler was told something impossible: a bug of Myelin; the message tells the op's story."""
+    """The scheduler was told something impossible: a bug of Myelin, with the op's story."""
 
 
 class ClusterError(MyelinError, RuntimeError):

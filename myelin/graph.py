@@ -34,7 +34,8 @@ class Input:
 class CallOp:
     """One op of a `CallGraph`. Awaiting it gives its value in the latest run.
 
-    If there has been no run since the graph last grew, awaiting it starts one, with every input's default.
+    If there has been no run since the graph last grew, awaiting it starts one, with every input's
+    default.
     """
 
     __slots__ = ("_graph", "call", "inputs", "stream", "worker")
@@ -87,7 +88,8 @@ class CallGraph:
     Args:
         members: the cluster's nodes.
         limit: how many runs may be in flight; further ones wait.
-        local_calls: where to put callables without an import path, or None if workers are processes.
+        local_calls: where to put callables without an import path, or None if workers are
+            processes.
     """
 
     def __init__(
@@ -150,8 +152,9 @@ class CallGraph:
         """Add an op that calls `function` with the values of `inputs`, on `worker`.
 
         Args:
-            function: a function that workers can import: at the top level of a module or of the script itself. With
-                `Cluster(workers=0)` it may be anything that can be called. It must not write into its arguments.
+            function: a function that workers can import: at the top level of a module or of the
+                script itself. With `Cluster(workers=0)` it may be anything that can be called. It
+                must not write into its arguments.
             inputs: other ops, inputs, or plain values: tensors, numbers, text, and tuples, lists or
                 dicts of them. Values of ops on other workers travel over the data path, detached.
             worker: where it runs.

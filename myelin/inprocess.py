@@ -1,7 +1,7 @@
 """Workers inside the calling process: the same worker, bus and device, with threads for processes.
 
-For debuggers and notebooks. Tensors go over the loopback path, control messages over the real bus on
-`inproc` sockets.
+For debuggers and notebooks. Tensors go over the loopback path, control messages over the real bus
+on `inproc` sockets.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Runs of one owner (a trainer, a graph), in order, at most so many in flight.
 
-Pure book-keeping: says which run may be dispatched, and which must end because an earlier one failed.
+Pure book-keeping: says which run may be dispatched, and which must end because an earlier one
+failed.
 """
 
 import collections
@@ -13,7 +14,8 @@ class Lane:
 
     Args:
         limit: at most so many runs are dispatched and not over.
-        dependent: a run builds on the one before it, so that it must not go on when that one has failed.
+        dependent: a run builds on the one before it, so that it must not go on when that one has
+            failed.
     """
 
     def __init__(self, *, limit: int, dependent: bool) -> None:

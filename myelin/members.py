@@ -1,7 +1,7 @@
-"""The nodes of a cluster: the coordinator's own bus and data path, and the workers; opened and closed here.
+"""The nodes of a cluster, opened and closed: the coordinator's bus and data path, and the workers.
 
-`ProcessMembers` are processes on this machine; `ThreadMembers` live in the calling process and grow as plans ask for more workers.
-Both open the same bus and hand out the same `Coordinator`.
+`ProcessMembers` are processes on this machine; `ThreadMembers` live in the calling process and grow
+as plans ask for more workers. Both open the same bus and hand out the same `Coordinator`.
 """
 
 import asyncio

@@ -14,12 +14,13 @@ class Plan:
     Attributes:
         pipeline: number of stages.
         data: number of replicas; this version trains one.
-        microbatches: how many microbatches a batch is split into; a batch with fewer rows is split into as
-            many as it has rows.
+        microbatches: how many microbatches a batch is split into; a batch with fewer rows is split
+            into as many as it has rows.
         pipeline_limit: at most so many microbatches in flight; by default twice the stages; "paper"
             means the number of stages, as arXiv 2110.13005 has it.
         placement: for each stage the worker that runs it; by default one stage a worker.
-        cuts: the first block of every stage but the first; by default stages are cut by the estimated cost of blocks.
+        cuts: the first block of every stage but the first; by default stages are cut by the
+            estimated cost of blocks.
         steps_in_flight: how many steps may be under way at once.
     """
 
@@ -45,7 +46,8 @@ class Plan:
         self._check_placement()
         if self.cuts is not None and len(self.cuts) != self.pipeline - 1:
             raise PlanError(
-                f"cuts={list(self.cuts)} make {len(self.cuts) + 1} stages, and pipeline={self.pipeline}: "
+                f"cuts={list(self.cuts)} make {len(self.cuts) + 1} stages, and "
+                f"pipeline={self.pipeline}: "
                 f"name the first block of every stage but the first, {self.pipeline - 1} in all"
             )
 
@@ -87,7 +89,8 @@ class Plan:
         placement = list(self.placement)
         if len(placement) != self.pipeline:
             raise PlanError(
-                f"placement={placement} places {len(placement)} stages, and pipeline={self.pipeline}: "
+                f"placement={placement} places {len(placement)} stages, and "
+                f"pipeline={self.pipeline}: "
                 f"name one worker for each stage"
             )
         if set(placement) != set(range(len(set(placement)))):

@@ -101,14 +101,14 @@ class Run:
     values: dict[tuple[int, int], asyncio.Future[Any]] = field(default_factory=dict)
 
     def cancel(self) -> None:
-        """Ask for the run to be ended; `done` then fails with `RunCancelled`, unless it is too late."""
+        """Ask for the run to be ended; `done` then fails with `RunCancelled`, if not too late."""
         self.request_cancel(self)
 
     def value(self, index: int) -> asyncio.Future[Any]:
         """Return the future value of the graph's op `index`; the value belongs to the caller.
 
-        Ask before the run is dispatched, that is in the same tick of the event loop in which the run was submitted,
-        or the value may be gone already.
+        Ask before the run is dispatched, that is in the same tick of the event loop in which the
+        run was submitted, or the value may be gone already.
         """
         place = self.program.split.place[index]
         known = self.values.get(place)

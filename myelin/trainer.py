@@ -50,7 +50,9 @@ class StepResult:
 
 
 class Pending(Generic[Result]):
-    """A step, an evaluation or a prediction that was asked for. Await it, in any order, any number of times.
+    """A step, an evaluation or a prediction that was asked for.
+
+    Await it in any order, and as often as you like.
 
     Cancelling a task that awaits it does not end the run; `cancel` does.
     """
@@ -80,9 +82,9 @@ class Pending(Generic[Result]):
     ) -> "asyncio.Future[Any]":
         """Return a future of one op's value: what the op computed, which then is the caller's.
 
-        `"forward"` gives a stage's output (of the last stage: the microbatch's share of the loss), `"backward"` the
-        gradient of each tensor of the stage's input, in order. Ask before the next `await`, since a
-        value is released when its last reader is over.
+        `"forward"` gives a stage's output (of the last stage: the microbatch's share of the loss),
+        `"backward"` the gradient of each tensor of the stage's input, in order. Ask before the next
+        `await`, since a value is released when its last reader is over.
 
         Args:
             kind: "forward" or "backward".
@@ -100,7 +102,8 @@ class Pending(Generic[Result]):
             stages = 1 + max(op.stage or 0 for op in graph.ops)
             raise GraphError(
                 f"no op {kind!r} with stage={stage}, microbatch={microbatch} in this run: it has "
-                f"{stages} stages and {graph.microbatches} microbatches; kinds are {', '.join(_KINDS)}"
+                f"{stages} stages and {graph.microbatches} microbatches; kinds are "
+                f"{', '.join(_KINDS)}"
             )
         return self._run.value(index)
 
@@ -146,9 +149,10 @@ class Trainer:
         """Ask for one training step; returns at once.
 
         Args:
-            batch: (inputs, targets); each a tensor, or a tuple, list or dict of tensors, with the same number of rows
-                in dimension 0. It is split into microbatches along that dimension, evenly to within one row. The
-                tensors must not change until the step is over.
+            batch: (inputs, targets); each a tensor, or a tuple, list or dict of tensors, with the
+                same number of rows in dimension 0. It is split into microbatches along that
+                dimension, evenly to within one row. The tensors must not change until the step is
+                over.
 
         Raises:
             BatchError: the batch cannot be used; nothing was started.
@@ -161,7 +165,8 @@ class Trainer:
     def evaluate(self, batch: tuple[Any, Any]) -> Pending[StepResult]:
         """Ask for the loss of one batch, in evaluation mode and without gradients; returns at once.
 
-        It stands in the same queue as the steps: the weights are those after the steps asked for so far.
+        It stands in the same queue as the steps: the weights are those after the steps asked for so
+        far.
         """
         return self._submit(Phase.EVALUATE, batch, self._asked, self._result)
 
@@ -225,8 +230,8 @@ class Trainer:
             data: an iterable or async iterable of batches, a torch `DataLoader`, or what
                 `myelin.data.text` returns.
             steps: how many steps; None until the data ends.
-            ahead: how many steps to have in flight while the caller looks at a result. With 0 the weights in the loop's
-                body are those after the step it is shown.
+            ahead: how many steps to have in flight while the caller looks at a result. With 0 the
+                weights in the loop's body are those after the step it is shown.
         """
         if hasattr(data, "bind"):
             data.bind(getattr(self.model, "context", None))

@@ -27,8 +27,8 @@ class Courier:
     Args:
         send: sends a control message to a peer.
         path: the data path.
-        deliver: told of every value that came: from whom, its announcement, the value, or why it did
-            not come.
+        deliver: told of every value that came: from whom, its announcement, the value, or why it
+            did not come.
         delays: delays to inject between arrival and delivery.
     """
 

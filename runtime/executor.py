@@ -1,4 +1,4 @@
-"""What an op does: the port between a run and the arithmetic, and its simplest form, plain callables.
+"""What an op does: the port between a run and the arithmetic, and plain callables behind it.
 
 An executor is called on the device's threads and knows nothing of scheduling, buses or loops.
 """
@@ -56,7 +56,8 @@ class CallExecutor:
 
     Args:
         paths: import path of each callable; `CALL` ops name them by `slot`.
-        local: callables that have no import path, by the name used in `paths`; only inside one process.
+        local: callables that have no import path, by the name used in `paths`; only inside one
+            process.
 
     Raises:
         GraphError: a path leads to nothing that can be called.

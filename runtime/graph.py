@@ -1,9 +1,9 @@
 """The op graph: what depends on what, on which worker and stream; never when.
 
-A `Graph` is built by the coordinator, for all workers together. `split` cuts it at the borders between workers:
-every edge across becomes a `SEND` on one side and a `RECEIVE` on the other, and each worker is given
-its own `Program`, in which ops are numbered from 0 in an order that respects every edge.
-Pure: no I/O, no clock, no torch.
+A `Graph` is built by the coordinator, for all workers together. `split` cuts it at the borders
+between workers: every edge across becomes a `SEND` on one side and a `RECEIVE` on the other, and
+each worker is given its own `Program`, in which ops are numbered from 0 in an order that respects
+every edge. Pure: no I/O, no clock, no torch.
 """
 
 import enum
@@ -67,7 +67,8 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         after: ops that must be over before it starts, whose values it does not read.
         stage: its pipeline stage, where it has one.
         microbatch: its microbatch, where it has one.
-        slot: `LOAD`: which input of the run; `CALL`: which callable; `REFRESH`, `TIE_GRADIENT`: which tie.
+        slot: `LOAD`: which input of the run; `CALL`: which callable; `REFRESH`, `TIE_GRADIENT`:
+            which tie.
         peer: `SEND`: the receiving node; `RECEIVE` and `LOAD`: the sending node.
         target: `SEND`: index of the `RECEIVE` in the peer's program.
     """
@@ -106,7 +107,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class Graph:
-    """Ops of all workers. An op may only name ops that were added before it, so there is no cycle."""
+    """Ops of all workers. An op may only name ops that were added before it: no cycles."""
 
     phase: Phase
     microbatches: int = 1
@@ -121,7 +122,8 @@ class Graph:
         for other in (*op.inputs, *op.after):
             if not 0 <= other < len(self.ops):
                 raise ValueError(
-                    f"op {len(self.ops)} ({op}) names op {other}, which is not in the graph yet; add inputs first"
+                    f"op {len(self.ops)} ({op}) names op {other}, which is not in the graph yet; "
+                    f"add inputs first"
                 )
         self.ops.append(op)
         return len(self.ops) - 1

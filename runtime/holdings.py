@@ -1,4 +1,4 @@
-"""What a worker keeps between runs: trainers with their stages, and programs; made and changed on request.
+"""What a worker keeps between runs, made and changed on request: trainers and programs.
 
 Methods do one request each, synchronously, on the compute thread while no run is under way.
 """

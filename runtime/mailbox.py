@@ -1,7 +1,7 @@
 """Holds messages that came before their run was begun, and drops those whose run is over.
 
-Workers begin runs in the same order and end them at different times, so a fast neighbour's message for the next
-run may come while this worker is still at the one before.
+Workers begin runs in the same order and end them at different times, so a fast neighbour's message
+for the next run may come while this worker is still at the one before.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ class Mailbox:
             del self._held[held]
 
     def skip(self, run: int) -> None:
-        """Drop what is held for `run`, which is not going to be begun, and all that may still come."""
+        """Drop what is held and may still come for `run`, which is not going to be begun."""
         self._skipped.add(run)
         self._held.pop(run, None)
 

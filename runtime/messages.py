@@ -1,7 +1,8 @@
 """The closed set of messages between coordinator and workers, beyond the bus's own.
 
-A request carries a number, and is answered by `Done`, `Described` or `Refused` with the same number.
-Tensors never travel here: `Announce` says what comes next on the data path's channel from its sender.
+A request carries a number, and is answered by `Done`, `Described` or `Refused` with the same
+number. Tensors never travel here: `Announce` says what comes next on the data path's channel from
+its sender.
 """
 
 import enum
@@ -10,7 +11,6 @@ from typing import Any
 import msgspec
 
 from myelin.models.building import BlockInfo
-
 from myelin.runtime.graph import Program
 from myelin.runtime.optimizer import Optimizer
 from myelin.transports.datapath import TensorSpec
@@ -119,7 +119,7 @@ class Build(_Message, frozen=True):
 
 
 class Install(_Message, frozen=True):
-    """Keep a program; its ops act on a trainer's stages, or call the callables named by import path."""
+    """Keep a program; its ops act on a trainer's stages, or call what `calls` names."""
 
     request: int
     program: int
@@ -231,14 +231,14 @@ class RunFailed(_Message, frozen=True):
 
 
 class RunDrained(_Message, frozen=True):
-    """After `Abort` or a failure: nothing of the run is under way here; `updated` tells if weights changed."""
+    """Nothing of an ended run is under way here; `updated` tells if weights changed."""
 
     run: int
     updated: bool
 
 
 class ValueGone(_Message, frozen=True):
-    """The value of a watched op cannot be had: its last reader was done with it before it was asked for."""
+    """A watched op's value was released before it was asked for."""
 
     run: int
     op: int
@@ -256,7 +256,7 @@ class PeerFault(_Message, frozen=True):
 
 
 class Announce(_Message, frozen=True):
-    """The sender's next message on its channel to the receiver: what it is and what it looks like."""
+    """What the sender's next message on its channel is, and what it looks like."""
 
     purpose: Purpose
     key: tuple[int, int]

@@ -1,7 +1,7 @@
 """The worker process: reads its configuration from stdin, serves the coordinator, and ends with it.
 
-stdin stays open as long as the coordinator lives. When it closes, however the coordinator ended, the
-worker stops by itself: politely through its event loop, and by force if that takes too long.
+stdin stays open as long as the coordinator lives. When it closes, however the coordinator ended,
+the worker stops by itself: politely through its event loop, and by force if that takes too long.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ import zmq
 
 from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.devices.cpu import CpuDevice
-from myelin.runtime.graph import COORDINATOR
 from myelin.runtime.event_loop import new_event_loop
+from myelin.runtime.graph import COORDINATOR
 from myelin.runtime.jitter import Delays, Jitter
 from myelin.runtime.messages import MESSAGES, Peer
 from myelin.runtime.worker import Worker
@@ -108,7 +108,7 @@ async def _serve(config: WorkerConfig) -> bool:
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> threading.Event:
-    """Set `stop` and the returned event when stdin closes; end the process if that does not help."""
+    """Set `stop` and the returned event when stdin closes; by force if that does not help."""
     orphaned = threading.Event()
 
     def watch() -> None:

@@ -1,7 +1,8 @@
 """One run of a program on one worker: carries out the scheduler's commands and feeds events back.
 
-Owns the values of the run: a value is dropped when its last reader is over. Everything here happens on the worker's event loop,
-except `_work`, which runs on a thread of the device. No policy: what starts when is the scheduler's to say.
+Owns the values of the run: a value is dropped when its last reader is over. Everything here happens
+on the worker's event loop, except `_work`, which runs on a thread of the device. No policy: what
+starts when is the scheduler's to say.
 """
 
 import asyncio
@@ -89,7 +90,7 @@ class Outside(Protocol):
         ...
 
 
-class _Skipped(Exception):  # noqa: N818 - no error: an op behind a failed one
+class _Skipped(Exception):
     """An op was issued behind one that failed; it is not executed."""
 
 
@@ -119,7 +120,7 @@ class ActiveRun:
 
     @property
     def committed(self) -> bool:
-        """Whether the run can no longer be undone: its COMMIT, which is on this worker, has started."""
+        """Whether the run can no longer be undone: its COMMIT, which is here, has started."""
         under_way = self._scheduler.under_way()
         return any(
             op.kind is Kind.COMMIT and (self._over[i] or i in under_way)
@@ -143,7 +144,7 @@ class ActiveRun:
         self._fail(op, error, Aborted())
 
     def abort(self) -> None:
-        """End the run because of something elsewhere; `Drained` is reported when nothing is under way."""
+        """End the run because of something elsewhere; reported once nothing is under way."""
         self._failed = True
         self._handle(Aborted())
 
@@ -309,7 +310,7 @@ _VALUED = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.CALL})
 
 
 def _forget(sent: asyncio.Future[None]) -> None:
-    """Look at the outcome so that asyncio does not log it; a lost coordinator is noticed elsewhere."""
+    """Look at the outcome, so that asyncio does not log what is noticed elsewhere."""
     if not sent.cancelled():
         sent.exception()
 

@@ -1,15 +1,18 @@
 """Decides which op of a worker starts next; does no I/O, reads no clock, touches no tensor.
 
-The shell (`myelin.runtime.worker`) feeds events in and carries the returned commands out. One `Scheduler`
-lives for one run of a program; what can be known beforehand is in the `Schedule`, made once per program.
+The shell (`myelin.runtime.worker`) feeds events in and carries the returned commands out. One
+`Scheduler` lives for one run of a program; what can be known beforehand is in the `Schedule`, made
+once per program.
 
-Theory of operation. Every op counts the inputs that it still waits for. A dependency between two ops of
-the same device is met when the earlier one has been *issued*, since the device keeps the order (within a stream by
-itself, across streams by the events named in `Launch.after`); every other dependency is met when the
-earlier op has *finished*. An op that waits for nothing goes into the heap of its stream, and leaves it in order of priority
-as soon as fewer than `run_ahead` ops of that stream are issued and not finished.
+Theory of operation. Every op counts the inputs that it still waits for. A dependency between two
+ops of the same device is met when the earlier one has been *issued*, since the device keeps the
+order (within a stream by itself, across streams by the events named in `Launch.after`); every other
+dependency is met when the earlier op has *finished*. An op that waits for nothing goes into the
+heap of its stream, and leaves it in order of priority as soon as fewer than `run_ahead` ops of that
+stream are issued and not finished.
 
-Source: the loop of arXiv 2110.13005, Alg. 2. Departures: when both are ready a backward goes before a
+Source: the loop of arXiv 2110.13005, Alg. 2. Departures: when both are ready a backward goes before
+    a
 forward, where the paper takes arrival order; sends are ops of their own.
 """
 
@@ -96,8 +99,8 @@ _WAITING, _READY, _UNDER_WAY, _OVER = (int(state) for state in _State)
 def priority(op: Op, index: int) -> tuple[int, int, int, int]:
     """Return the key by which ready ops of one stream are ordered, the smallest first.
 
-    Backwards go before forwards: they free memory and feed the critical path. Then the lower microbatch,
-    then the later stage, then the order of the program.
+    Backwards go before forwards: they free memory and feed the critical path. Then the lower
+    microbatch, then the later stage, then the order of the program.
     """
     microbatch = -1 if op.microbatch is None else op.microbatch
     return _URGENCY.get(op.kind, 0), microbatch, -(op.stage or 0), index
@@ -108,8 +111,8 @@ class Schedule:
 
     Args:
         program: the worker's ops.
-        run_ahead: how many ops a stream may have issued and not finished. 1 decides at the last moment, with all
-            that is known; a device whose launches must be hidden needs more.
+        run_ahead: how many ops a stream may have issued and not finished. 1 decides at the last
+            moment, with all that is known; a device whose launches must be hidden needs more.
     """
 
     def __init__(self, program: Program, *, run_ahead: int = 1) -> None:

@@ -1,8 +1,9 @@
 """One pipeline stage on its worker: its blocks, what a forward saves, what a backward returns.
 
-The arithmetic is that of a plain loop over the whole model, to the last bit: a stage cuts the autograd
-graph at its border and nowhere else. What crosses a border is `(value, wants_gradient)`, one flag per tensor of
-the value, so that the next stage computes a gradient for exactly those tensors that a plain loop would.
+The arithmetic is that of a plain loop over the whole model, to the last bit: a stage cuts the
+autograd graph at its border and nowhere else. What crosses a border is `(value, wants_gradient)`,
+one flag per tensor of the value, so that the next stage computes a gradient for exactly those
+tensors that a plain loop would.
 
 All methods run on the device's compute thread, except where they say otherwise.
 """
@@ -55,7 +56,8 @@ class Stage:
     Args:
         spec: which blocks.
         blocks: the built blocks by index; the stage keeps them.
-        seed: the trainer's seed; random numbers depend on it, the step, the block and the microbatch alone.
+        seed: the trainer's seed; random numbers depend on it, the step, the block and the
+            microbatch alone.
         cursor: told which block runs.
     """
 
@@ -128,7 +130,7 @@ class Stage:
         return leaf.clone() if self._clone_inputs else leaf
 
     def keep(self, microbatch: int, outputs: list[Tensor]) -> None:
-        """Save what the backward of `microbatch` starts from; `outputs` are attached to the graph."""
+        """Save what the backward of `microbatch` starts from: `outputs`, still attached."""
         self._saved[microbatch] = _Saved(self._leaves, outputs)
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -2,14 +2,16 @@
 
 Three kinds of edges do all the ordering that a step needs:
 - data: an activation to the next stage, a gradient to the previous one;
-- chains: forwards of a stage in microbatch order, and backwards likewise, so that gradients are summed in
-  the same order whatever the timing (channels are FIFO, so a chain costs nothing);
+- chains: forwards of a stage in microbatch order, and backwards likewise, so that gradients are
+  summed in the same order whatever the timing (channels are FIFO, so a chain costs nothing);
 - the limit: the first forward of microbatch m comes after microbatch m - limit has been retired.
 
 No weight changes before every worker has voted that all its backwards are over: an op that raises
-anywhere leaves all weights untouched. The vote is one short message a worker and step; the last stage would be idle meanwhile.
+anywhere leaves all weights untouched. The vote is one short message a worker and step; the last
+stage would be idle meanwhile.
 
-Source: the inter-layer phase of arXiv 2110.13005, Alg. 2. Departures: the limit is a parameter; the vote.
+Source: the inter-layer phase of arXiv 2110.13005, Alg. 2. Departures: the limit is a parameter; the
+    vote.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,10 @@
 
 One `StepExecutor` per trainer and worker; it owns the stages, their optimizers and their gradients.
 
-Sums are made in microbatch order. A weight that two stages share lives with its owner; the user's stage has
-a copy. For every microbatch the user's gradient travels to the owner and is added there to the owner's own before
-the sum joins `.grad`: the order in which one process with one shared tensor would add them.
+Sums are made in microbatch order. A weight that two stages share lives with its owner; the user's
+stage has a copy. For every microbatch the user's gradient travels to the owner and is added there
+to the owner's own before the sum joins `.grad`: the order in which one process with one shared
+tensor would add them.
 """
 
 from collections import defaultdict
@@ -145,7 +146,8 @@ class StepExecutor:
             weight = sum(weigh(self._loss, part) for part in parts)
             if not weight:
                 raise BatchError(
-                    "no target of this batch counts towards the loss: its mean does not exist; leave the batch out"
+                    "no target of this batch counts towards the loss, so its mean does not exist; "
+                    "leave the batch out"
                 )
             state.scratch["weight"] = weight
             state.outputs["weight"] = float(weight)
@@ -202,7 +204,7 @@ class StepExecutor:
         return self._stages[stage].blocks[block].get_parameter(name)
 
     def _owned_ties(self, stage: int) -> list[nn.Parameter]:
-        """Return the owned parameter of each tie, in the order in which the users' gradients come."""
+        """Return the owned parameter of each tie, in the order of the users' gradients."""
         return [
             self._parameter(stage, tie.owner_block, tie.owner_name)
             for tie in _by_user(self._ties)
@@ -217,7 +219,7 @@ class StepExecutor:
         ]
 
     def _own_parameters(self, stage: int) -> list[nn.Parameter]:
-        """Return what this stage's optimizer updates: each weight once, no frozen ones, no copies."""
+        """Return what this stage's optimizer updates: each weight once, none frozen or copied."""
         copies = {id(parameter) for parameter in self._used_ties(stage)}
         found = {
             id(parameter): parameter

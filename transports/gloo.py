@@ -25,6 +25,7 @@ What ends a blocked wait, tried on torch 2.13:
 """
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -33,6 +34,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,12 +61,12 @@ from myelin.transports.datapath import (
 
 logger = logging.getLogger(__name__)
 
-EAGER_BYTES = 32 * 1024  # a payload up to this size travels in the same piece as its header
+EAGER_BYTES = 8 * 1024  # a payload up to this size travels in the same piece as its header
 TAKEN, REFUSED = 1, 2
 SENDER, RECEIVER = 0, 1
 TAG, INTERRUPT_TAG = 0, 1
 LOOK_EVERY_S = 0.01  # how often a thread looks whether its peer has appeared
-HANDSHAKE_S = 10.0  # for the construction of a process group once both ends are there
+HANDSHAKE_S = 1.0  # for one attempt to construct a process group when both ends are there
 JOIN_S = 5.0  # how long `close` waits for threads that do not end
 
 
@@ -75,6 +77,10 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _payload(tensor: torch.Tensor) -> torch.Tensor:
     return _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _trailer() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 class _Work(Protocol):
@@ -88,10 +94,10 @@ class _Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> _Work: ...
 
 
-def _make_group(store: PrefixStore, rank: int, timeout_s: float, interface_host: str) -> _Group:
+def _make_group(store: PrefixStore, rank: int, interface_host: str) -> _Group:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=HANDSHAKE_S)
     options._threads = 1
     options._devices = [gloo.create_device(hostname=interface_host)]
     group: _Group = gloo(store, rank, 2, options)
@@ -124,16 +130,20 @@ class _Link:
         """
         file_store = FileStore(str(self._file), 2)
         file_store.set_timeout(timedelta(seconds=1))
-        store = PrefixStore(self._file.name, file_store)
+        attempts = itertools.count()
+        while self._group is None:
+            self._attempt(PrefixStore(f"{next(attempts)}", file_store), deadline)
+        self._stop_if_interrupted()
+
+    def _attempt(self, store: PrefixStore, deadline: float) -> None:
         try:
             self._meet(store, deadline)
-            timeout_s = min(HANDSHAKE_S, max(1.0, deadline - time.monotonic()))
-            self._group = _make_group(store, self._rank, timeout_s, self._interface_host)
-            self._stop_if_interrupted()
         except RuntimeError:
             if self._file.parent.exists():
                 store.set(f"end{self._rank}", "closed")
             raise
+        with suppress(RuntimeError):  # the peer has gone again, or needs longer: meet once more
+            self._group = _make_group(store, self._rank, self._interface_host)
 
     def _meet(self, store: PrefixStore, deadline: float) -> None:
         peer_key = f"end{1 - self._rank}"
@@ -316,8 +326,8 @@ class _Sender(_Channel):
         if transfer.bytes_total <= EAGER_BYTES:
             for part in payload:
                 front += part.numpy().data
-            payload = []
-        return [torch.frombuffer(front, dtype=torch.uint8), *payload]
+            return [torch.frombuffer(front, dtype=torch.uint8)]
+        return [torch.frombuffer(front, dtype=torch.uint8), *payload, _trailer()]
 
 
 class _Receiver(_Channel):
@@ -366,7 +376,8 @@ class _Receiver(_Channel):
             offset += part.numel()
 
     def _receive(self, parts: list[torch.Tensor], deadline: float) -> None:
-        for work in [self._link.receive(part) for part in parts]:
+        works = [self._link.receive(part) for part in (*parts, _trailer())]
+        for work in reversed(works):  # the trailer first: only that wait can be interrupted
             self._link.wait(work, deadline)
 
     def _tell(self, verdict: int, deadline: float) -> None:

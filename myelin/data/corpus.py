@@ -211,6 +211,10 @@ def _find(
     for root in roots:
         if not os.path.exists(root):
             raise DataError(f"{root} does not exist; give the path of a text file or a folder")
+        if exclude is not None and os.path.realpath(root) == os.path.realpath(exclude):
+            raise DataError(
+                f"{root} is the corpus and the cache at once; use a folder of its own for the cache"
+            )
         if root.is_dir():
             yield from _walk(root, select, exclude, lost)
         else:

@@ -1,8 +1,8 @@
 """The CPU as a device: one thread per stream, made when the stream is first used.
 
-Work runs in the order of its launches; a thread waits for the tickets of other streams, which cannot
-deadlock, since a ticket exists only once its op has been launched. Completions are handed to the loop in
-batches: a thread wakes the loop only if no wake-up is under way.
+Work runs in the order of its launches; a thread waits for the tickets of other streams, which
+cannot deadlock, since a ticket exists only once its op has been launched. Completions are handed to
+the loop in batches: a thread wakes the loop only if no wake-up is under way.
 """
 
 import asyncio

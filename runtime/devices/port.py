@@ -1,13 +1,14 @@
 """The port: the one verb that a device offers, and what it promises about order and completion.
 
-*Issued* and *completed* are different. `launch` issues: it returns at once, and the work runs behind everything that was
-launched on the same stream before, and behind the tickets named in `after`. Completion is reported
-later, on the event loop, through `done`. A scheduler may therefore launch an op whose inputs are
-issued and not completed, if they are on the same device.
+*Issued* and *completed* are different. `launch` issues: it returns at once, and the work runs
+behind everything that was launched on the same stream before, and behind the tickets named in
+`after`. Completion is reported later, on the event loop, through `done`. A scheduler may therefore
+launch an op whose inputs are issued and not completed, if they are on the same device.
 
-How an accelerator fits: `launch` hands `work` to the one launch thread, which makes the stream wait for
-the events of `after`, calls `work` (kernels are queued, Python returns) and records an event, the ticket; a reaper finds
-completed events and calls `done` on the loop. `run_ahead` keeps the stream fed meanwhile.
+How an accelerator fits: `launch` hands `work` to the one launch thread, which makes the stream wait
+for the events of `after`, calls `work` (kernels are queued, Python returns) and records an event,
+the ticket; a reaper finds completed events and calls `done` on the loop. `run_ahead` keeps the
+stream fed meanwhile.
 """
 
 from collections.abc import Callable, Sequence

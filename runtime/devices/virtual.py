@@ -1,7 +1,8 @@
 """A device without arithmetic on a clock without time: durations come from a cost model.
 
-Everything runs in one thread and in one order, so that tests and simulations are deterministic. Nothing
-happens by itself: `VirtualClock.run` calls what is due, in order of time and then of request.
+Everything runs in one thread and in one order, so that tests and simulations are deterministic.
+Nothing happens by itself: `VirtualClock.run` calls what is due, in order of time and then of
+request.
 """
 
 import heapq
@@ -28,7 +29,7 @@ class VirtualClock:
         heapq.heappush(self._due, (time_s, next(self._order), call))
 
     def run(self) -> float:
-        """Call everything that is due, and what that asks for, until nothing is left; return the time."""
+        """Call all that is due, and what that asks for, until nothing is left; return the time."""
         while self._due:
             self.now_s, _, call = heapq.heappop(self._due)
             call()

@@ -227,6 +227,6 @@ def test_the_standard_library_is_a_corpus_of_python_code() -> None:
 def test_a_python_without_sources_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
     with pytest.raises(DataError, match="no sources of its standard library"):
         standard_library()

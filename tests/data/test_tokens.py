@@ -1,5 +1,7 @@
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,7 +117,7 @@ def test_ids_that_are_no_integers_or_no_row_are_refused() -> None:
 def test_a_vocabulary_may_return_a_list() -> None:
     class Lists(Numbers):
         def encode(self, text: str) -> Ids:
-            return super().encode(text).tolist()  # type: ignore[return-value]
+            return super().encode(text).tolist()  # type: ignore[no-any-return]
 
     assert unnamed_tokens(["3 1", "2"], Lists(10), corpus="c").tokens.tolist() == [3, 1, 2]
 
@@ -221,14 +223,14 @@ def test_whatever_moment_a_write_ends_at_old_tokens_never_pass_for_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "t", "hello")
-    replace = tokens_module.os.replace
+    replace = os.replace
 
     def replace_tokens_only(source: str, target: Path) -> None:
         if target.name.endswith(".json"):
             raise OSError("the machine stopped")
         replace(source, target)
 
-    monkeypatch.setattr(tokens_module.os, "replace", replace_tokens_only)
+    monkeypatch.setattr(os, "replace", replace_tokens_only)
     with pytest.raises(OSError, match="stopped"):
         write(tmp_path / "t", "jello")
     with pytest.raises(DataError, match="no description"):
@@ -245,7 +247,7 @@ def test_tokens_in_use_stay_readable_when_they_are_written_anew(tmp_path: Path) 
 def test_tokens_without_a_name_leave_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tokens_module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         file = unnamed_tokens(["hello"], ByteVocabulary(), corpus="c")
     assert names(tmp_path) == []

@@ -128,7 +128,7 @@ class Color(enum.IntEnum):
     RED = 1
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024 - the kind of value that is to be refused
+Point = namedtuple("Point", "x y")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""A plain training loop in one process, with nothing of Myelin's runtime: what pipelines must equal.
+
+One model, one optimizer, one thread of control; the same microbatches, one after the other.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from myelin.models.building import build_blocks
+from myelin.models.losses import total, weigh
+from myelin.models.model import Description, load
+from myelin.models.seeds import op_seed, seeded
+from myelin.runtime.optimizer import Optimizer
+
+
+class PlainLoop:
+    """Trains a described model the way a script would.
+
+    Args:
+        description: the model; all its blocks are built here, so a tied weight is one parameter.
+        optimizer: what updates it.
+        seed: as the trainer's: initial weights and dropout depend on it.
+        microbatches: how many parts a batch is split into, if it has so many rows.
+    """
+
+    def __init__(
+        self, description: Description, optimizer: Optimizer, *, seed: int = 0, microbatches: int = 1
+    ) -> None:
+        parts = load(description.factory, description.arguments)
+        blocks = build_blocks(description, range(len(parts.blocks)), seed)
+        self.model = nn.Sequential(*blocks.values())
+        self.loss = parts.loss
+        self.steps = 0
+        self._seed, self._microbatches = seed, microbatches
+        self._optimizer = optimizer.build(p for p in self.model.parameters() if p.requires_grad)
+
+    def step(self, batch: tuple[Any, Any]) -> float:
+        """Train on one batch and return its loss."""
+        loss = self._accumulate(batch)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+        return loss
+
+    def gradients(self, batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
+        """Return the gradients of one batch; weights and buffers stay as they are."""
+        before = [buffer.clone() for buffer in self.model.buffers()]
+        self._accumulate(batch)
+        found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        self._optimizer.zero_grad()
+        for buffer, value in zip(self.model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        return found
+
+    def evaluate(self, batch: tuple[Any, Any]) -> float:
+        """Return the loss of one batch in evaluation mode."""
+        self.model.eval()
+        with torch.no_grad():
+            shares = [
+                total(self.loss, self.model(value), target, weight)
+                for value, target, weight in self._split(batch)
+            ]
+        return float(sum(shares))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of all parameters and buffers."""
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def _accumulate(self, batch: tuple[Any, Any]) -> float:
+        self.model.train()
+        shares = []
+        for microbatch, (value, target, weight) in enumerate(self._split(batch)):
+            for index, block in enumerate(self.model):
+                with seeded(op_seed(self._seed, self.steps, index, microbatch)):
+                    value = block(value)  # noqa: PLW2901 - from block to block
+            share = total(self.loss, value, target, weight)
+            share.backward()  # type: ignore[no-untyped-call]
+            shares.append(share.detach())
+        return float(sum(shares))
+
+    def _split(self, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any, int]]:
+        """Yield (inputs, targets, weight of the whole batch) of each microbatch."""
+        inputs, targets = (_parts(value, self._microbatches) for value in batch)
+        weight = sum(weigh(self.loss, target) for target in targets)
+        for value, target in zip(inputs, targets, strict=True):
+            yield value, target, weight
+
+
+def _parts(value: Any, parts: int) -> list[Any]:
+    """Split every tensor in a tensor, tuple, list or dict along dimension 0; no part is empty."""
+    if isinstance(value, torch.Tensor):
+        copy = value.clone(memory_format=torch.contiguous_format)  # a block may write into it
+        return list(copy.tensor_split(min(parts, len(copy))))
+    if isinstance(value, dict):
+        columns = {key: _parts(part, parts) for key, part in value.items()}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [type(value)(row) for row in zip(*(_parts(part, parts) for part in value), strict=True)]
