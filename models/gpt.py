@@ -10,7 +10,7 @@ to the residual stream scaled by 1/sqrt(2 * layers).
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -94,6 +94,35 @@ class GPT:
         tables = (self.vocab * (1 if self.tied else 2) + self.context) * self.hidden
         return self.layers * layer + tables + 2 * self.hidden
 
+    def check_inputs(self, tokens_BT: object) -> None:
+        """Refuse a batch that would fail on a worker.
+
+        Raises:
+            BatchError: the tokens are no [B, T] whole numbers, too many, or not in the vocabulary.
+        """
+        _check_ids(_checked_tokens(tokens_BT, self.context), self.vocab)
+
+    def check_targets(self, tokens_BT: torch.Tensor, targets_BT: object) -> None:
+        """Refuse targets that would fail on a worker; the tokens have been checked.
+
+        Raises:
+            BatchError: they are no whole numbers of the tokens' shape, one is not in the
+                vocabulary, or all are ignored.
+        """
+        if not _is_whole(targets_BT) or targets_BT.shape != tokens_BT.shape:
+            raise BatchError(
+                f"GPT takes whole-number targets of shape {tuple(tokens_BT.shape)}, that of the "
+                f"tokens, not {_kind(targets_BT)}"
+            )
+        ids_BT = targets_BT.long()
+        valid = ids_BT[ids_BT != TokenCrossEntropy().ignore_index]
+        if not len(valid):
+            raise BatchError(
+                f"all {ids_BT.numel()} targets of the batch are ignored, so its loss does not "
+                "exist: leave the batch out"
+            )
+        _check_ids(valid, self.vocab)
+
 
 def build(
     *,
@@ -125,6 +154,7 @@ class Embedding(nn.Module):
         self.token = _table(vocab, hidden)
         self.position = _table(context, hidden)
         self.dropout = nn.Dropout(dropout)
+        self.draws_random = dropout > 0
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Embed whole-number tokens.
@@ -132,35 +162,18 @@ class Embedding(nn.Module):
         Raises:
             BatchError: the tokens are no [B, T] whole numbers, too many, or not in the vocabulary.
         """
-        length = self._checked_length(tokens_BT)
+        tokens_BT = _checked_tokens(tokens_BT, self.position.num_embeddings)
         try:
-            x_BTD = self.token(tokens_BT.long())
-        except IndexError as error:
-            raise BatchError(
-                f"tokens from {int(tokens_BT.min())} to {int(tokens_BT.max())} for a vocabulary of "
-                f"{self.token.num_embeddings}: use GPT(vocab={int(tokens_BT.max()) + 1}) or other "
-                "data"
-            ) from error
-        x_BTD = x_BTD + self.position.weight[:length]
+            x_BTD = self.token(tokens_BT)
+        except IndexError:
+            _check_ids(tokens_BT, self.token.num_embeddings)
+            raise
+        x_BTD = x_BTD + self.position.weight[: tokens_BT.shape[1]]
         return self.dropout(x_BTD)  # type: ignore[no-any-return]
 
     def cost(self) -> float:
         """Multiply-adds per token: a lookup and an addition."""
         return 2.0 * self.token.embedding_dim
-
-    def _checked_length(self, tokens_BT: torch.Tensor) -> int:
-        if tokens_BT.ndim != 2 or tokens_BT.is_floating_point() or tokens_BT.is_complex():
-            raise BatchError(
-                f"GPT takes whole-number tokens of shape [batch, tokens], not {tokens_BT.dtype} of "
-                f"shape {tuple(tokens_BT.shape)}"
-            )
-        length, context = tokens_BT.shape[1], self.position.num_embeddings
-        if length > context:
-            raise BatchError(
-                f"{length} tokens for a context of {context}: cut the sequences or use "
-                f"GPT(context={length})"
-            )
-        return length
 
 
 class Layer(nn.Module):
@@ -180,6 +193,7 @@ class Layer(nn.Module):
         self.widen = _linear(hidden, 4 * hidden, std=_STD)
         self.narrow = _linear(4 * hidden, hidden, std=residual_std)
         self.dropout = nn.Dropout(dropout)
+        self.draws_random = dropout > 0
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Mix along the tokens before, then along the width."""
@@ -203,6 +217,8 @@ class Layer(nn.Module):
 
 class Head(nn.Module):
     """The final norm and the vocabulary's logits: x_BTD -> logits_BTV."""
+
+    draws_random = False
 
     def __init__(self, hidden: int, vocab: int) -> None:
         super().__init__()
@@ -232,3 +248,36 @@ def _table(rows: int, hidden: int) -> nn.Embedding:
     table.to_empty(device=torch.get_default_device())
     nn.init.normal_(table.weight, std=_STD)
     return table
+
+
+def _is_whole(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def _checked_tokens(tokens_BT: object, context: int) -> torch.Tensor:
+    if not _is_whole(tokens_BT) or tokens_BT.ndim != 2:
+        raise BatchError(
+            f"GPT takes whole-number tokens of shape [batch, tokens], not {_kind(tokens_BT)}"
+        )
+    length = tokens_BT.shape[1]
+    if length > context:
+        raise BatchError(
+            f"{length} tokens for a context of {context}: cut the sequences or use "
+            f"GPT(context={length})"
+        )
+    return tokens_BT.long()
+
+
+def _check_ids(ids: torch.Tensor, vocab: int) -> None:
+    if not ids.numel():
+        return
+    low, high = (int(end) for end in ids.aminmax())
+    if low < 0 or high >= vocab:
+        remedy = "use other data" if low < 0 else f"use GPT(vocab={high + 1}) or other data"
+        raise BatchError(f"tokens from {low} to {high} for a vocabulary of {vocab}: {remedy}")

@@ -6,6 +6,7 @@ import torch
 
 from myelin.errors import BatchError
 from myelin.models.model import Description
+from myelin.transports.datapath import spec_of
 from myelin.transports.packing import map_tensors, pack, tensors_of
 
 
@@ -48,13 +49,15 @@ def rows_of(value: Any, name: str = "inputs") -> int:
     """Return the size of dimension 0 of every tensor in `value`.
 
     Raises:
-        BatchError: there is no tensor, no row, or the sizes differ.
+        BatchError: there is no tensor, no row, or the sizes differ; or something cannot travel.
     """
     try:
-        pack(value)
-    except TypeError as error:
+        _, tensors = pack(value)
+        for tensor in tensors:
+            spec_of(tensor)
+    except (TypeError, ValueError) as error:
         raise BatchError(f"{name} cannot be sent to a worker: {error}") from error
-    rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(value)}
+    rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
     if len(rows) != 1 or 0 in rows:
         raise BatchError(
             f"{name} ({_named(value)}) must hold tensors with one and the same number of rows in "

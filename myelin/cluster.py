@@ -11,7 +11,7 @@ from typing import Any
 
 from myelin.errors import ClusterError
 from myelin.graph import CallGraph
-from myelin.members import Members, ProcessMembers, Settings, ThreadMembers
+from myelin.members import Members, ProcessMembers, Settings, ThreadMembers, to_the_end
 from myelin.models.model import Description, Model
 from myelin.plan import Plan
 from myelin.runtime import messages as m
@@ -60,6 +60,14 @@ class Cluster:
             raise ValueError(f"workers={workers!r}: use 0 for the calling process, or a number")
         if threads is not None and threads < 1:
             raise ValueError(f"threads={threads}: a worker needs at least one thread")
+        waits = {
+            "hello_deadline_s": hello_deadline_s,
+            "silence_s": silence_s,
+            "data_timeout_s": data_timeout_s,
+        }
+        for name, seconds in waits.items():
+            if not seconds > 0:
+                raise ValueError(f"{name}={seconds!r}: use a number of seconds above 0")
         self.workers = workers
         self._local_calls: dict[str, Callable[..., Any]] = {}
         settings = Settings(workers, threads, hello_deadline_s, silence_s, data_timeout_s, jitter)
@@ -95,10 +103,10 @@ class Cluster:
         traceback: TracebackType | None,
     ) -> None:
         """End the workers; cancelling this waits until it is done, then raises the cancellation."""
-        await _to_the_end(self._members.close())
-        self._leave()
-        if self._terminated:
-            raise SystemExit(_TERMINATED)
+        try:
+            await to_the_end(self._members.close())
+        finally:
+            self._leave()
 
     def __repr__(self) -> str:
         where = f"{self.workers} processes" if self.workers else "the calling process"
@@ -134,25 +142,24 @@ class Cluster:
         )
         stages = plan.stages([block.cost for block in described.blocks])
         ties = _ties(described.ties, stages)
-        number = coordinator.number()
-        await coordinator.request_all(
-            lambda worker, request: m.Build(
-                request,
-                number,
-                model.factory,
-                model.arguments,
-                tuple(
-                    m.StageSpec(stage, blocks[0], blocks[-1])
-                    for stage, blocks in enumerate(stages)
-                    if plan.workers[stage] == worker
-                ),
-                plan.pipeline - 1,
-                ties,
-                optimizer,
-                seed,
-            ),
-            sorted(set(plan.workers)),
-        )
+        number, builders = coordinator.number(), sorted(set(plan.workers))
+
+        def build(worker: int, request: int) -> m.Build:
+            own = tuple(
+                m.StageSpec(stage, blocks[0], blocks[-1])
+                for stage, blocks in enumerate(stages)
+                if plan.workers[stage] == worker
+            )
+            last = plan.pipeline - 1
+            return m.Build(
+                request, number, model.factory, model.arguments, own, last, ties, optimizer, seed
+            )
+
+        try:
+            await coordinator.request_all(build, builders)
+        except BaseException:
+            coordinator.discard_trainer(number, builders)  # others may have built their part
+            raise
         return Trainer(coordinator, number, model=model, plan=plan, stages=stages, ties=ties)
 
     def graph(self, *, limit: int = 8) -> CallGraph:
@@ -191,26 +198,13 @@ class Cluster:
             self._watching_sigterm = True
 
     def _leave(self) -> None:
+        """Take note that all is closed; where SIGTERM was the reason, have the program end."""
         self._state = _State.CLOSED
         if self._watching_sigterm:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
             self._watching_sigterm = False
-
-
-async def _to_the_end(closing: Any) -> None:
-    """Run a coroutine to its end even when the calling task is cancelled meanwhile."""
-    task = asyncio.ensure_future(closing)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:  # noqa: BLE001 - raised below
-            break
-    task.result()
-    if cancelled is not None:
-        raise cancelled
+        if self._terminated:
+            raise SystemExit(_TERMINATED)
 
 
 def _ties(

@@ -13,15 +13,25 @@ from typing import Any
 import msgspec
 
 from myelin import failures
-from myelin.errors import ClusterError, FrameError, MyelinError, RunError, ValueReleased
+from myelin.errors import (
+    ClusterError,
+    FrameError,
+    MyelinError,
+    RunCancelled,
+    RunError,
+    TransportError,
+    ValueReleased,
+)
 from myelin.lane import Lane
-from myelin.run import Distributed, Run, RunReport
+from myelin.run import Distributed, Run, RunReport, look_at
 from myelin.runtime import messages as m
 from myelin.runtime.courier import Courier
 from myelin.runtime.graph import Graph, split
 from myelin.runtime.jitter import Delays
 from myelin.transports.datapath import DataPath
 
+_SUSPICION_S = 2.0  # how long the end of a killed worker may take to become known to us
+_LEFT = "the cluster was left while this was under way"
 _TORN = (
     "some workers have updated their weights and others have not: the trainer cannot go on; load a "
     "checkpoint or build a new trainer"
@@ -58,8 +68,11 @@ class Coordinator:
         self._answers: dict[tuple[int, int], asyncio.Future[Any]] = {}
         self._runs: dict[int, tuple[Run, Lane]] = {}
         self._lanes: list[Lane] = []
+        self._outdated: list[Distributed] = []  # to be discarded once no run needs them
         self._values: dict[tuple[int, int, int], asyncio.Future[Any]] = {}  # run, worker, local op
         self._broken: MyelinError | None = None
+        self._left = False
+        self._suspicion: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             m.Done: self._answered,
             m.Described: self._answered,
@@ -74,7 +87,12 @@ class Coordinator:
 
     def receive(self, worker: int, message: msgspec.Struct) -> None:
         """Take one message from the bus."""
-        self._handlers[type(message)](worker, message)
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            text = f"worker {worker} sent a {type(message).__name__}, which is not a worker's to send"
+            self.lost(worker, FrameError(text, peer=worker, reason="unknown"))
+            return
+        handler(worker, message)
 
     @property
     def broken(self) -> MyelinError | None:
@@ -90,19 +108,18 @@ class Coordinator:
     async def request(self, worker: int, message: Any, *, value: Any = None) -> Any:
         """Send one request and return its answer: a message, or the value that came back.
 
+        Cancelled, it is carried out nevertheless, and the answer is ignored.
+
         Raises:
             MyelinError: the worker refused, or the cluster is broken.
         """
         self.check()
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._answers[worker, message.request] = answer
         if isinstance(message, m.Assign):
             self._post(worker, value, m.Purpose.REPLY, (message.request, 0), "weights")
         self._send(worker, message)
-        try:
-            return await answer
-        finally:
-            self._answers.pop((worker, message.request), None)
+        self._answers[worker, message.request] = answer
+        return await answer
 
     async def request_all(
         self, make: Callable[[int, int], Any], workers: Iterable[int]
@@ -117,8 +134,12 @@ class Coordinator:
 
     def tell(self, worker: int, message: msgspec.Struct) -> None:
         """Send an order that has no answer; a broken cluster takes none."""
-        if self._broken is None:
+        if self._broken is not None:
+            return
+        try:
             self._send(worker, message)
+        except TransportError as error:
+            self.lost(worker, error)
 
     def check(self) -> None:
         """Raise what broke this cluster, if anything did.
@@ -126,6 +147,8 @@ class Coordinator:
         Raises:
             ClusterError: with the reason; leave the `async with` block and start a new cluster.
         """
+        if self._left:
+            raise ClusterError("this cluster was left: use it inside its `async with` block")
         if self._broken is not None:
             raise ClusterError(
                 f"this cluster cannot go on: {self._broken}; leave its `async with` block and "
@@ -158,15 +181,25 @@ class Coordinator:
         return program
 
     def discard(self, program: Distributed) -> None:
-        """Have all workers forget a program once the runs before are over."""
-        for worker in program.participants:
-            self.tell(worker, m.Discard(self.number(), program=program.number))
+        """Have all workers forget a program once all runs of it are over."""
+        self._outdated.append(program)
+        self._tidy()
+
+    def discard_trainer(self, trainer: int, workers: Iterable[int]) -> None:
+        """Have workers forget a trainer, or what they have built of it."""
+        for worker in workers:
+            self.tell(worker, m.Discard(self.number(), trainer=trainer))
 
     def lane(self, *, limit: int, dependent: bool) -> Lane:
         """Make a queue of runs."""
         lane = Lane(limit=limit, dependent=dependent)
         self._lanes.append(lane)
         return lane
+
+    def retire(self, lane: Lane) -> None:
+        """Forget a queue to which no more runs will be added, once it is empty."""
+        lane.retired = True
+        self._tidy()
 
     def submit(self, lane: Lane, program: Distributed, inputs: dict[int, Any], *, step: int) -> Run:
         """Queue a run; it is dispatched in a later tick of the loop at the earliest.
@@ -185,15 +218,24 @@ class Coordinator:
         while self._broken is None and (run := lane.next()) is not None:
             run.number, run.began_s = self.number(), time.perf_counter()
             self._runs[run.number] = (run, lane)
-            for worker in run.program.participants:
-                watch = tuple(local for place, local in run.values if place == worker)
-                self._send(worker, m.Start(run.number, run.program.number, run.step, watch))
             for place, value in run.values.items():
                 self._values[(run.number, *place)] = value
-            for slot, worker, local in run.program.loads():
-                key = (run.number, local)
-                self._post(worker, run.inputs[slot], m.Purpose.EDGE, key, f"load slot={slot}")
-            run.inputs = {}
+            for worker in run.program.participants:
+                watch = tuple(local for place, local in run.values if place == worker)
+                self.tell(worker, m.Start(run.number, run.program.number, run.step, watch))
+            self._load(run)
+
+    def _load(self, run: Run) -> None:
+        """Send a run its inputs; one that cannot travel ends the run."""
+        for slot, worker, local in run.program.loads():
+            key, label = (run.number, local), f"load slot={slot}"
+            try:
+                self._post(worker, run.inputs[slot], m.Purpose.EDGE, key, label)
+            except (TypeError, ValueError, TransportError) as error:
+                text = f"input {slot} cannot be sent to worker {worker}: {error}"
+                self._end(run, RunError(text))
+                break
+        run.inputs = {}
 
     def _post(
         self, worker: int, value: Any, purpose: m.Purpose, key: tuple[int, int], label: str
@@ -204,9 +246,12 @@ class Coordinator:
     def _sent(self, worker: int, sent: asyncio.Future[None]) -> None:
         error = None if sent.cancelled() else sent.exception()
         if isinstance(error, MyelinError):
-            self.lost(worker, error)
+            self._suspect(worker, error)
 
     def _request_value(self, run: Run, worker: int, local: int) -> None:
+        if self._broken is not None:
+            _resolve(run.values[worker, local], None, self._broken)
+            return
         self._values[run.number, worker, local] = run.values[worker, local]
         self.tell(worker, m.Watch(run.number, local))
 
@@ -214,9 +259,9 @@ class Coordinator:
 
     def _cancel(self, run: Run) -> None:
         for lane in self._lanes:
-            if lane.drop(run):
-                run.fail(run.cancelled_error())
-                run.settled.set()
+            later = lane.after(run)
+            if self._drop(run, lane, run.cancelled_error()):
+                self._end_later(later, lane, "the run before it was cancelled")
                 return
         if run.done.done():
             return
@@ -237,22 +282,35 @@ class Coordinator:
 
     def _run_failed(self, worker: int, message: m.RunFailed) -> None:
         known = self._runs.get(message.run)
-        if known is not None:
-            self._end(known[0], failures.of_op(worker, message.failure))
+        error = failures.of_op(worker, message.failure)
+        if failures.of_channel(message.failure):
+            self._suspect(worker, error)
+        elif known is not None:
+            self._end(known[0], error)
 
     def _end(self, run: Run, error: MyelinError) -> None:
         """Fail a run for its caller at once, and have all workers drop it."""
         if run.done.done() or run.number not in self._runs:
             return
         lane = self._runs[run.number][1]
-        later = lane.after(run)
-        run.fail(error)
+        if isinstance(error, RunCancelled):
+            run.follow(error)
+        else:
+            run.fail(error)
+        self._abort(run)
+        self._end_later(lane.after(run), lane, f"the run before it failed: {error}")
+
+    def _end_later(self, runs: Iterable[Run], lane: Lane, why: str) -> None:
+        """End runs that build on one that has come to nothing."""
+        reason = RunError(f"not run to its end, since {why}")
+        for run in runs:
+            if not self._drop(run, lane, reason) and not run.done.done():
+                run.follow(reason)
+                self._abort(run)
+
+    def _abort(self, run: Run) -> None:
         for worker in run.program.participants:
             self.tell(worker, m.Abort(run.number))
-        for other in later:
-            reason = RunError(f"not run to its end, since the run before it failed: {error}")
-            self._drop(other, lane, reason)
-            self._end(other, reason)
 
     def _run_drained(self, worker: int, message: m.RunDrained) -> None:
         known = self._runs.get(message.run)
@@ -269,16 +327,36 @@ class Coordinator:
         lane.settle(run)
         run.settled.set()
         error = run.done.exception()
+        if error is not None:
+            for place in run.values:  # they failed with the run
+                self._values.pop((run.number, *place), None)
         if error is not None and run.torn:
             lane.torn = error
             for queued in lane.all():
                 self._drop(queued, lane, RunError(_TORN))
         self._dispatch(lane)
+        self._tidy()
 
-    def _drop(self, run: Run, lane: Lane, reason: BaseException) -> None:
-        if lane.drop(run):
-            run.fail(reason)
-            run.settled.set()
+    def _drop(self, run: Run, lane: Lane, reason: BaseException) -> bool:
+        """End a run that is still queued; return whether it was."""
+        if not lane.drop(run):
+            return False
+        run.follow(reason)
+        run.settled.set()
+        self._tidy()
+        return True
+
+    def _tidy(self) -> None:
+        """Forget queues and programs that nothing needs any more."""
+        self._lanes = [lane for lane in self._lanes if not lane.retired or lane.all()]
+        if not self._outdated:
+            return
+        needed = {run.program.number for lane in self._lanes for run in lane.all()}
+        unused = [program for program in self._outdated if program.number not in needed]
+        self._outdated = [program for program in self._outdated if program.number in needed]
+        for program in unused:
+            for worker in program.participants:
+                self.tell(worker, m.Discard(self.number(), program=program.number))
 
     # Values and answers
 
@@ -287,7 +365,7 @@ class Coordinator:
     ) -> None:
         number, op = message.key
         if message.purpose is m.Purpose.REPLY:
-            waiting = self._answers.get((peer, number))
+            waiting = self._answers.pop((peer, number), None)
         else:
             waiting = self._values.pop((number, peer, op), None)
         _resolve(waiting, value, error)
@@ -297,11 +375,11 @@ class Coordinator:
         _resolve(waiting, None, ValueReleased(_RELEASED))
 
     def _answered(self, worker: int, message: m.Done | m.Described) -> None:
-        _resolve(self._answers.get((worker, message.request)), message, None)
+        _resolve(self._answers.pop((worker, message.request), None), message, None)
 
     def _refused(self, worker: int, message: m.Refused) -> None:
         error = failures.of_op(worker, message.failure)
-        waiting = self._answers.get((worker, message.request))
+        waiting = self._answers.pop((worker, message.request), None)
         if waiting is None:  # an order that must not fail, such as an Install, has failed
             self.lost(worker, error)
         _resolve(waiting, None, error)
@@ -321,25 +399,44 @@ class Coordinator:
             op = self._runs[run][0].program.op(worker, local)
         self.lost(worker, failures.of_worker(worker, how, op, block))
 
+    def _suspect(self, worker: int, error: MyelinError) -> None:
+        """End everything with `error` soon, unless it turns out meanwhile which worker is gone.
+
+        The neighbours of a killed worker may notice before we do, and cannot tell what became of it.
+        """
+        if self._suspicion is None:
+            loop = asyncio.get_running_loop()
+            self._suspicion = loop.call_later(_SUSPICION_S, self.lost, worker, error)
+
     def lost(self, worker: int, error: MyelinError) -> None:
         """End everything with `error`: without this worker the cluster cannot go on."""
         if self._broken is not None:
             return
-        self._broken = error
+        first = next(iter(self._runs.values()), None)
+        if first is not None:
+            first[0].fail(error)  # asyncio warns if nobody looks at this one; once is enough
+        self._break(error)
         self._path.drop(worker, str(error))
-        for lane in self._lanes:
-            for run in lane.all():
-                run.fail(error)
-                run.settled.set()
-        for waiting in (*self._answers.values(), *self._values.values()):
-            _resolve(waiting, None, error)
-            waiting.exception()  # whoever awaits it has it; nobody else needs a warning
-        self._runs.clear()
-        self._values.clear()
 
     def close(self) -> None:
         """End what is not over, since the cluster is being left."""
-        self.lost(0, ClusterError("the cluster was left while this was under way"))
+        self._left = True
+        if self._broken is None:
+            self._break(ClusterError(_LEFT))
+
+    def _break(self, error: MyelinError) -> None:
+        self._broken = error
+        if self._suspicion is not None:
+            self._suspicion.cancel()
+        for run in [run for lane in self._lanes for run in lane.all()]:
+            run.follow(error)
+            run.settled.set()
+        for waiting in (*self._answers.values(), *self._values.values()):
+            _resolve(waiting, None, error)
+            look_at(waiting)  # whoever awaits it has it; nobody else needs a warning
+        self._runs.clear()
+        self._answers.clear()
+        self._values.clear()
 
 
 def _resolve(

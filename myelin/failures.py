@@ -2,20 +2,28 @@
 
 from myelin import errors
 from myelin.errors import MyelinError, OpError, RunCancelled, WorkerLost
-from myelin.runtime.graph import Op
+from myelin.runtime.graph import Kind, Op
 from myelin.runtime.messages import Failure
 
 _USER_ERRORS: dict[str, type[MyelinError]] = {
     error.__name__: error
     for error in (errors.BatchError, errors.GraphError, errors.ModelError, errors.PlanError)
 }
+_CHANNEL_ERRORS = frozenset(
+    error.__name__ for error in (errors.ChannelError, errors.ChannelTimeout, errors.ChannelClosed)
+)
+
+
+def of_channel(failure: Failure) -> bool:
+    """Tell whether a tensor did not get across: the reporting worker itself may be quite well."""
+    return failure.error in _CHANNEL_ERRORS
 
 
 def of_op(worker: int, failure: Failure) -> MyelinError:
     """Return the exception for a run that an op ended, or for a request that `worker` refused."""
     if failure.kind == "cancel":
         return RunCancelled("the run was cancelled; no weight was changed")
-    if failure.error in _USER_ERRORS:
+    if failure.error in _USER_ERRORS and failure.kind != Kind.CALL.value:
         return _USER_ERRORS[failure.error](failure.text)
     where = _place(worker, failure.kind, failure.stage, failure.microbatch, failure.block)
     return OpError(

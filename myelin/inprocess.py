@@ -5,6 +5,7 @@ on `inproc` sockets.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from myelin.runtime.graph import COORDINATOR
 from myelin.runtime.jitter import Delays, Jitter
 from myelin.runtime.messages import MESSAGES, Peer
 from myelin.runtime.worker import Worker
-from myelin.transports.bus import Bus
+from myelin.transports.bus import Bus, Limits
 from myelin.transports.frames import Codec, Hello
 from myelin.transports.loopback import LoopbackHub
 
@@ -30,6 +31,7 @@ class InProcessWorker:
         context: shared by all nodes of this process.
         hub: shared by all nodes of this process.
         threads: intra-op threads, or None to leave torch's setting.
+        heartbeat_s: how often to tell the coordinator that this worker is alive.
         jitter: delays to inject.
         local_calls: callables without an import path, by name; may grow later.
     """
@@ -42,6 +44,7 @@ class InProcessWorker:
         context: "zmq.Context[zmq.Socket[bytes]]",
         hub: LoopbackHub,
         threads: int | None,
+        heartbeat_s: float,
         jitter: Jitter | None,
         local_calls: Mapping[str, Callable[..., Any]],
     ) -> None:
@@ -58,6 +61,7 @@ class InProcessWorker:
             on_message=self._receive,
             on_fault=lambda error: self._worker.fault(error),
             on_hello=_refuse,
+            limits=Limits(heartbeat_s, silence_s=math.inf),  # the coordinator watches everybody
         )
         self._worker = Worker(
             own.node,
@@ -75,8 +79,13 @@ class InProcessWorker:
         self._bus.admit(COORDINATOR, self._coordinator.incarnation)
         self._bus.connect(COORDINATOR, self._coordinator.inbox)
 
+    def stop(self) -> None:
+        """Start nothing new."""
+        self._worker.close()
+
     async def close(self) -> None:
         """End the worker's threads and sockets; waits for an op that is running."""
+        self.stop()
         await self._device.close()
         await self._path.close()
         await self._bus.close()

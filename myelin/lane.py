@@ -25,6 +25,7 @@ class Lane:
         self._queued: collections.deque[Run] = collections.deque()
         self._in_flight: list[Run] = []
         self.torn: BaseException | None = None  # why its owner's state is no longer whole
+        self.retired = False  # no run will be added any more
 
     def add(self, run: Run) -> None:
         """Queue a run."""
@@ -51,12 +52,15 @@ class Lane:
         if run in self._in_flight:
             self._in_flight.remove(run)
 
-    def after(self, failed: Run) -> list[Run]:
-        """Return the runs that must end because `failed` did: queued or in flight, and later."""
-        if not self._dependent or failed not in self._in_flight:
+    def after(self, ended: Run) -> list[Run]:
+        """Return the runs that must end because `ended` came to nothing: those that came later.
+
+        Call it before `ended` is taken out. A run that would not have committed anything has none.
+        """
+        runs = self.all()
+        if not self._dependent or ended not in runs or ended.program.committer is None:
             return []
-        later = self._in_flight[self._in_flight.index(failed) + 1 :]
-        return [*later, *self._queued]
+        return runs[runs.index(ended) + 1 :]
 
     def all(self) -> list[Run]:
         """Return every run that is not over."""

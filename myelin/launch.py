@@ -7,6 +7,7 @@ comes. What it prints is passed on to our stderr with its number, and its last w
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from myelin.runtime.process import WorkerConfig
 
 _KEPT_BYTES = 4096
 _READ_BYTES = 65536
+_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 class LocalProcess:
@@ -32,7 +34,7 @@ class LocalProcess:
     def __init__(self, config: WorkerConfig, on_exit: Callable[[str], None]) -> None:
         self.index, self._on_exit = config.index, on_exit
         self._loop = asyncio.get_running_loop()
-        self._last_words = b""
+        self._last_words = self._line = b""
         self.exited = asyncio.Event()
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from myelin.runtime.process import main; main()"],
@@ -71,8 +73,8 @@ class LocalProcess:
         self._process.stdout.close()
 
     def _watch_exit(self) -> None:
-        if hasattr(os, "pidfd_open"):
-            handle = os.pidfd_open(self._process.pid)
+        handle = _handle_of(self._process.pid)
+        if handle is not None:
             self._loop.add_reader(handle, self._exited_handle, handle)
             return
         thread = threading.Thread(target=self._wait, name=f"worker-{self.index}-exit", daemon=True)
@@ -90,18 +92,19 @@ class LocalProcess:
         self._ended()
 
     def _ended(self) -> None:
-        self._pass_on()
         self.exited.set()
+        self._pass_on()
+        if self._line:
+            self._show(self._line)
         self._on_exit(self._how())
 
     def _how(self) -> str:
         code = self._process.returncode
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"exited with code {code}"
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
         words = self._last_words.decode(errors="replace").strip()
-        return f"{how}; its last words:\n{words}\n" if words and code > 0 else how
+        if not words or code == 0 or -code in _FROM_OUTSIDE:
+            return how
+        return f"{how}; its last words:\n{words}\n"
 
     def _pass_on(self) -> None:
         try:
@@ -112,5 +115,29 @@ class LocalProcess:
             self._loop.remove_reader(self._output)
             return
         self._last_words = (self._last_words + data)[-_KEPT_BYTES:]
-        for line in data.decode(errors="replace").splitlines():
-            sys.stderr.write(f"[worker {self.index}] {line}\n")
+        *lines, self._line = re.split(rb"\r\n|\r|\n", self._line + data)
+        for line in lines:
+            self._show(line)
+        if len(self._line) > _READ_BYTES:
+            self._show(self._line)
+            self._line = b""
+
+    def _show(self, line: bytes) -> None:
+        """Write one line to our stderr, if there still is one."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"[worker {self.index}] {line.decode(errors='replace')}\n")
+
+
+def _handle_of(pid: int) -> int | None:
+    """Return a descriptor that can be read once the process has ended, where there is such."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

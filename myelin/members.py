@@ -5,12 +5,13 @@ as plans ask for more workers. Both open the same bus and hand out the same `Coo
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from myelin.coordinator import Coordinator
 from myelin.errors import ClusterError, FrameError, HandshakeError, TransportError
 from myelin.inprocess import InProcessWorker
 from myelin.launch import LocalProcess
+from myelin.run import look_at
 from myelin.runtime import blackbox
 from myelin.runtime import messages as m
 from myelin.runtime.graph import COORDINATOR
@@ -45,6 +47,11 @@ class Settings(msgspec.Struct, frozen=True):
     silence_s: float
     data_timeout_s: float
     jitter: Jitter | None
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often every node tells that it is alive: several times before it counts as silent."""
+        return min(1.0, self.silence_s / 4)
 
 
 class Members(Protocol):
@@ -77,7 +84,7 @@ class _Node:
         *,
         inbox: str,
         context: "zmq.Context[zmq.Socket[bytes]]",
-        silence_s: float,
+        settings: Settings,
         owner: Callable[[], Coordinator],
     ) -> None:
         self.peer = m.Peer(COORDINATOR, uuid.uuid4().hex[:12], inbox)
@@ -96,7 +103,7 @@ class _Node:
                 peer,
                 f"has been silent for {silent_s:.1f} s (stopped, or its machine is overloaded)",
             ),
-            limits=Limits(heartbeat_s=min(1.0, silence_s / 4), silence_s=silence_s),
+            limits=Limits(settings.heartbeat_s, settings.silence_s),
         )
 
     def expect(self, inbox: str) -> m.Peer:
@@ -133,27 +140,14 @@ class ProcessMembers:
         self._processes: list[LocalProcess] = []
         self._exits: dict[int, asyncio.Future[str]] = {}
         self._closing = False
+        self._cleanup = contextlib.AsyncExitStack()
 
     async def open(self) -> None:
         """See `Members`."""
-        settings = self._settings
-        self._directory = _private_directory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._path: DataPath = GlooPath(
-            COORDINATOR, self._directory, timeout_s=settings.data_timeout_s
-        )
-        self._node = _Node(
-            inbox=f"ipc://{self._directory}/c",
-            context=self._context,
-            silence_s=settings.silence_s,
-            owner=lambda: self.coordinator,
-        )
-        self.coordinator = Coordinator(
-            settings.workers, send=self._node.bus.send, path=self._path, doing=self._doing
-        )
         try:
+            self._make_own_end()
             await self._node.bus.start()
-            for _ in range(settings.workers):
+            for _ in range(self._settings.workers):
                 self._spawn()
             await asyncio.gather(*(self._greet(peer) for peer in self._node.peers))
             await self._node.introduce()
@@ -165,25 +159,56 @@ class ProcessMembers:
         """See `Members`."""
         if workers > len(self._processes):
             raise ClusterError(
-                f"the plan needs {workers} workers and the cluster has {len(self._processes)}: "
-                f"start it with Cluster(workers={workers}), or place several stages on a worker"
+                f"{workers} workers are needed and the cluster has {len(self._processes)}: start "
+                f"it with Cluster(workers={workers}), or place more on each worker"
             )
 
     async def close(self) -> None:
-        """See `Members`."""
+        """See `Members`. Cancelled, it kills the workers and does the rest all the same."""
+        await self._cleanup.aclose()
+
+    def _make_own_end(self) -> None:
+        settings, cleanup = self._settings, self._cleanup
+        self._directory = _private_directory()
+        cleanup.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        cleanup.callback(self._context.destroy, linger=0)
+        self._path: DataPath = GlooPath(
+            COORDINATOR, self._directory, timeout_s=settings.data_timeout_s
+        )
+        self._node = _Node(
+            inbox=f"ipc://{self._directory}/c",
+            context=self._context,
+            settings=settings,
+            owner=lambda: self.coordinator,
+        )
+        cleanup.push_async_callback(self._node.bus.close)
+        cleanup.push_async_callback(self._path.close)
+        self.coordinator = Coordinator(
+            settings.workers, send=self._node.bus.send, path=self._path, doing=self._doing
+        )
+        cleanup.push_async_callback(self._end_processes)
+
+    async def _end_processes(self) -> None:
         self._closing = True
         for process in self._processes:
-            if not process.exited.is_set():
-                _tell_quietly(self._node.bus, process.index, m.Shutdown())
+            if not _told(self._node.bus, process.index, m.Shutdown()):
+                process.kill()
         self.coordinator.close()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLITE_EXIT_S):
+                    await self._all_exited()
+        finally:
+            for process in self._processes:
+                process.kill()
+            await self._all_exited()
+            for process in self._processes:
+                process.close()
+
+    async def _all_exited(self) -> None:
         for process in self._processes:
-            await _exited(process)
-        for process in self._processes:
-            process.close()
-        await self._path.close()
-        await self._node.bus.close()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+            await process.exited.wait()
 
     def _spawn(self) -> None:
         settings, index = self._settings, len(self._processes)
@@ -193,11 +218,13 @@ class ProcessMembers:
             incarnation=peer.incarnation,
             inbox=peer.inbox,
             coordinator=self._node.peer,
+            coordinator_pid=os.getpid(),
             directory=str(self._directory),
             threads=settings.threads or max(1, (os.cpu_count() or 1) // settings.workers),
             sys_path=tuple(str(Path(entry).resolve()) for entry in sys.path),
             jitter=settings.jitter,
             hello_deadline_s=settings.hello_deadline_s,
+            heartbeat_s=settings.heartbeat_s,
             data_timeout_s=settings.data_timeout_s,
         )
         self._exits[index] = asyncio.get_running_loop().create_future()
@@ -215,6 +242,8 @@ class ProcessMembers:
             hello.result()
         finally:
             hello.cancel()
+            await asyncio.wait((hello,))
+            look_at(hello)
 
     def _ended(self, index: int, how: str) -> None:
         if not self._exits[index].done():
@@ -234,41 +263,61 @@ class ThreadMembers:
     def __init__(self, settings: Settings, local_calls: dict[str, Callable[..., Any]]) -> None:
         self._settings, self._local_calls = settings, local_calls
         self._workers: list[InProcessWorker] = []
+        self._growing = asyncio.Lock()
+        self._cleanup = contextlib.AsyncExitStack()
 
     async def open(self) -> None:
         """See `Members`."""
+        try:
+            self._make_own_end()
+            await self._node.bus.start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def ensure(self, workers: int) -> None:
+        """See `Members`."""
+        if workers > len(self._workers):
+            await to_the_end(self._grow(workers))
+
+    async def close(self) -> None:
+        """See `Members`."""
+        await self._cleanup.aclose()
+
+    def _make_own_end(self) -> None:
         self._name = uuid.uuid4().hex[:12]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._hub = LoopbackHub()
+        self._cleanup.callback(self._context.destroy, linger=0)
+        self._hub = LoopbackHub(timeout_s=self._settings.data_timeout_s)
         self._path: DataPath = self._hub.endpoint(COORDINATOR)
         self._node = _Node(
             inbox=f"inproc://{self._name}/c",
             context=self._context,
-            silence_s=self._settings.silence_s,
+            settings=self._settings,
             owner=lambda: self.coordinator,
         )
+        self._cleanup.push_async_callback(self._node.bus.close)
+        self._cleanup.push_async_callback(self._path.close)
         self.coordinator = Coordinator(
             0, send=self._node.bus.send, path=self._path, doing=lambda _worker: None
         )
-        await self._node.bus.start()
+        self._cleanup.push_async_callback(self._end_workers)
 
-    async def ensure(self, workers: int) -> None:
-        """See `Members`."""
-        if workers <= len(self._workers):
-            return
-        while len(self._workers) < workers:
-            await self._add()
-        self.coordinator.workers = workers
-        await self._node.introduce()
-
-    async def close(self) -> None:
-        """See `Members`."""
+    async def _end_workers(self) -> None:
         self.coordinator.close()
         for worker in self._workers:
+            worker.stop()
+        for worker in self._workers:
             await worker.close()
-        await self._path.close()
-        await self._node.bus.close()
-        self._context.destroy(linger=0)
+
+    async def _grow(self, workers: int) -> None:
+        async with self._growing:
+            if workers <= len(self._workers):
+                return
+            while len(self._workers) < workers:
+                await self._add()
+            self.coordinator.workers = workers
+            await self._node.introduce()
 
     async def _add(self) -> None:
         peer = self._node.expect(f"inproc://{self._name}/w{len(self._workers)}")
@@ -278,6 +327,7 @@ class ThreadMembers:
             context=self._context,
             hub=self._hub,
             threads=self._settings.threads,
+            heartbeat_s=self._settings.heartbeat_s,
             jitter=self._settings.jitter,
             local_calls=self._local_calls,
         )
@@ -286,20 +336,29 @@ class ThreadMembers:
         await self._node.greet(peer, self._settings.hello_deadline_s)
 
 
-async def _exited(process: LocalProcess) -> None:
-    try:
-        async with asyncio.timeout(_POLITE_EXIT_S):
-            await process.exited.wait()
-    except TimeoutError:
-        process.kill()
-        await process.exited.wait()
+async def to_the_end(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine to its end even when the calling task is cancelled meanwhile."""
+    task = asyncio.ensure_future(coroutine)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except Exception:  # noqa: BLE001 - raised below
+            break
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
-def _tell_quietly(bus: Bus, worker: int, message: msgspec.Struct) -> None:
+def _told(bus: Bus, worker: int, message: msgspec.Struct) -> bool:
+    """Send a message; return False if the worker was never met, or takes no more."""
     try:
         bus.send(worker, message)
     except TransportError:
-        return  # it is gone, or was never there: it is going to be killed
+        return False
+    return True
 
 
 def _private_directory() -> Path:

@@ -107,9 +107,14 @@ class Run:
     def value(self, index: int) -> asyncio.Future[Any]:
         """Return the future value of the graph's op `index`; the value belongs to the caller.
 
-        Ask before the run is dispatched, that is in the same tick of the event loop in which the
-        run was submitted, or the value may be gone already.
+        Each call returns a future of its own: cancelling one leaves the others alone. Ask before
+        the run is dispatched, that is in the same tick of the event loop in which the run was
+        submitted, or the value may be gone already.
         """
+        return view(self.want(index))
+
+    def want(self, index: int) -> asyncio.Future[Any]:
+        """Ask for the value of the graph's op `index`; the future is shared by all who do."""
         place = self.program.split.place[index]
         known = self.values.get(place)
         if known is None:
@@ -117,6 +122,7 @@ class Run:
             error = self.done.exception() if self.done.done() else None
             if error is not None:
                 known.set_exception(error)
+                known.exception()
             elif self.number:
                 self.request_value(self, *place)
         return known
@@ -130,6 +136,24 @@ class Run:
                 value.set_exception(error)
                 value.exception()  # `done` carries it; a value nobody awaits needs no warning
 
+    def follow(self, error: BaseException) -> None:
+        """Fail because of what somebody else is told of; nobody needs to look at this run."""
+        self.fail(error)
+        self.done.exception()
+
     def cancelled_error(self) -> RunCancelled:
         """Return the error of a run that was cancelled."""
         return RunCancelled(f"run {self.number or '(queued)'} was cancelled; no weight was changed")
+
+
+def view(future: "asyncio.Future[Any]") -> "asyncio.Future[Any]":
+    """Return a future with the same outcome for one caller, who may cancel it or forget it."""
+    own = asyncio.shield(future)
+    own.add_done_callback(look_at)
+    return own
+
+
+def look_at(future: "asyncio.Future[Any]") -> None:
+    """Look at an outcome, so that asyncio does not warn that nobody did."""
+    if not future.cancelled():
+        future.exception()

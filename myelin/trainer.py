@@ -9,7 +9,7 @@ import torch
 
 from myelin.batch import checked_batch, checked_inputs, joined, rows_of
 from myelin.coordinator import Coordinator
-from myelin.data.sources import batches_of
+from myelin.data import batches_of
 from myelin.errors import BatchError, GraphError, ModelError
 from myelin.models.model import Description
 from myelin.models.sampling import sample

@@ -9,12 +9,15 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-_RECORD = struct.Struct("<qii")
+from myelin.runtime.graph import Stream
+
+_RECORD = struct.Struct("<qii")  # run, op, block
 _NOTHING = -1
+_PLACE = {stream: _RECORD.size * place for place, stream in enumerate(Stream)}
 
 
 class Doing(NamedTuple):
-    """The last op that was begun and not over."""
+    """An op that was begun and not over."""
 
     run: int
     op: int
@@ -22,36 +25,46 @@ class Doing(NamedTuple):
 
 
 class BlackBox:
-    """One worker's record.
+    """One worker's record, with a place for each stream; only the stream's own thread writes there.
 
     Args:
         path: the file; made by the worker, in the private directory of the cluster.
     """
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(_RECORD.pack(0, _NOTHING, _NOTHING))
+        path.write_bytes(_RECORD.pack(0, _NOTHING, _NOTHING) * len(_PLACE))
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _RECORD.size)
-        self._run, self._op = 0, _NOTHING
+            self._map = mmap.mmap(file.fileno(), _RECORD.size * len(_PLACE))
+        self._run, self._op = 0, _NOTHING  # of the compute stream
 
-    def begin(self, run: int, op: int) -> None:
+    def begin(self, run: int, op: int, stream: Stream = Stream.COMPUTE) -> None:
         """Record that an op begins."""
-        self._run, self._op = run, op
-        _RECORD.pack_into(self._map, 0, run, op, _NOTHING)
+        if stream is Stream.COMPUTE:
+            self._run, self._op = run, op
+        _RECORD.pack_into(self._map, _PLACE[stream], run, op, _NOTHING)
 
     def block(self, block: int | None) -> None:
-        """Record which block of the op is running."""
-        _RECORD.pack_into(self._map, 0, self._run, self._op, _NOTHING if block is None else block)
+        """Record which block of the compute stream's op is running."""
+        number = _NOTHING if block is None else block
+        _RECORD.pack_into(self._map, _PLACE[Stream.COMPUTE], self._run, self._op, number)
 
-    def end(self) -> None:
+    def end(self, stream: Stream = Stream.COMPUTE) -> None:
         """Record that no op is running."""
-        _RECORD.pack_into(self._map, 0, 0, _NOTHING, _NOTHING)
+        _RECORD.pack_into(self._map, _PLACE[stream], 0, _NOTHING, _NOTHING)
 
 
 def read(path: Path) -> Doing | None:
-    """Return what the worker was doing, or None if it was idle or never got so far."""
+    """Return what the worker was doing, or None if it was idle or never got so far.
+
+    Where several streams were at an op it is that of the compute stream.
+    """
     try:
-        run, op, block = _RECORD.unpack(path.read_bytes())
-    except (OSError, struct.error):
+        content = path.read_bytes()
+    except OSError:
         return None
-    return None if op == _NOTHING else Doing(run, op, None if block == _NOTHING else block)
+    if len(content) != _RECORD.size * len(_PLACE):
+        return None
+    for run, op, block in _RECORD.iter_unpack(content):
+        if op != _NOTHING:
+            return Doing(run, op, None if block == _NOTHING else block)
+    return None

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
+
 from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.devices.port import Device, Outcome, Ticket
 from myelin.runtime.executor import Executor, RunState
@@ -88,6 +90,9 @@ class Outside(Protocol):
     def ended(self, run: int, *, updated: bool) -> None:
         """Be told that a run is over here, one way or the other."""
         ...
+
+
+_TEXT = 1 << 16  # characters of an exception's text, and of its traceback, that are reported
 
 
 class _Skipped(Exception):
@@ -200,7 +205,7 @@ class ActiveRun:
         inputs = [self._values[i] for i in op.inputs]
         box = self._outside.black_box
         if box is not None:
-            box.begin(self.run, index)
+            box.begin(self.run, index, op.stream)
         self._outside.delays.before_op()
         try:
             value = self._installed.executor.execute(op, self._state, inputs)
@@ -209,7 +214,7 @@ class ActiveRun:
             raise
         finally:
             if box is not None:
-                box.end()
+                box.end(op.stream)
         self._values[index] = value
         return value
 
@@ -268,7 +273,7 @@ class ActiveRun:
                 COORDINATOR, value, purpose=Purpose.VALUE, key=(self.run, index), label=str(op)
             )
         except Exception as error:  # noqa: BLE001 - a value that cannot travel fails the run
-            self._tell_failure(_failure_of(error, op, None))
+            self._tell_failure(failure_of_op(error, op, None))
             self.abort()
             return
         sent.add_done_callback(_forget)
@@ -278,7 +283,7 @@ class ActiveRun:
         if self._closed:
             return
         if not isinstance(error, _Skipped):
-            self._tell_failure(_failure_of(error, self._ops[index], self._state.block))
+            self._tell_failure(failure_of_op(error, self._ops[index], self._state.block))
         self._handle(event)
 
     def _tell_failure(self, failure: Failure) -> None:
@@ -315,14 +320,25 @@ def _forget(sent: asyncio.Future[None]) -> None:
         sent.exception()
 
 
-def _failure_of(error: BaseException, op: Op, block: int | None) -> Failure:
-    text = "".join(traceback.format_exception(error))
-    return Failure(
-        error=type(error).__name__,
-        text=str(error),
-        traceback=text,
-        kind=op.kind.value,
+def failure_of_op(error: BaseException, op: Op, block: int | None) -> Failure:
+    """Describe what an op raised."""
+    return msgspec.structs.replace(
+        failure_of(error, op.kind.value),
         stage=op.stage,
         microbatch=op.microbatch,
         block=block,
     )
+
+
+def failure_of(error: BaseException, kind: str) -> Failure:
+    """Describe an exception so that it can be sent, whatever its text is and even if it has none."""
+    told = traceback.TracebackException.from_exception(error)
+    return Failure(type(error).__name__, _sendable(str(told)), _sendable("".join(told.format())), kind)
+
+
+def _sendable(text: str) -> str:
+    """Return a text that is Unicode and not too long; what is cut out is its middle."""
+    if len(text) > _TEXT:
+        half = _TEXT // 2
+        text = f"{text[:half]}\n[{len(text) - _TEXT} characters left out]\n{text[-half:]}"
+    return text.encode(errors="backslashreplace").decode()

@@ -50,6 +50,21 @@ class _Saved:
     outputs: list[Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A buffer and what it held before a run."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    before: Tensor
+
+    def restore(self) -> None:
+        """Undo what a forward did: a write into the tensor, or another tensor in its place."""
+        self.tensor.copy_(self.before)
+        setattr(self.module, self.name, self.tensor)
+
+
 class Stage:
     """A run of consecutive blocks of the model.
 
@@ -73,9 +88,8 @@ class Stage:
         self.blocks = {index: blocks[index] for index in range(spec.first, spec.last + 1)}
         self._seed, self._cursor = seed, cursor
         self._saved: dict[int, _Saved] = {}
-        self._buffers: list[tuple[Tensor, Tensor]] | None = None
+        self._buffers: list[_Buffer] | None = None
         self._drawing = {index for index, block in self.blocks.items() if may_draw(block)}
-        self._clone_inputs = _writes_in_place(self.blocks[spec.first])
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by the names they have in `nn.Sequential(*all_blocks)`."""
@@ -127,31 +141,40 @@ class Stage:
     def _enter(self, tensor: Tensor, wants_gradient: bool) -> Tensor:
         leaf = tensor.detach().requires_grad_(wants_gradient)
         self._leaves.append(leaf)
-        return leaf.clone() if self._clone_inputs else leaf
+        return leaf.clone() if wants_gradient else leaf  # blocks may write into it, not into a leaf
 
     def keep(self, microbatch: int, outputs: list[Tensor]) -> None:
         """Save what the backward of `microbatch` starts from: `outputs`, still attached."""
         self._saved[microbatch] = _Saved(self._leaves, outputs)
 
-    def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Sequence[Tensor | None],
+        *,
+        from_users: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> list[Tensor | None]:
         """Run the backward of one microbatch; parameter gradients are added to `.grad`.
 
         Args:
             microbatch: which forward it belongs to; what that one saved is freed.
             gradients: one for each tensor that was kept, None where there is none.
+            from_users: parameters, with gradients that other stages computed for them. Autograd
+                starts its sums with them, as it would in one graph of the whole model.
 
         Returns:
             The gradient of each tensor of the stage's input; they belong to the caller.
         """
         saved = self._saved.pop(microbatch)
-        pairs = [
+        outputs = [
             (output, gradient)
             for output, gradient in zip(saved.outputs, gradients, strict=True)
             if output.requires_grad and gradient is not None
         ]
-        if pairs:
-            outputs, given = zip(*pairs, strict=True)
-            torch.autograd.backward(outputs, given)
+        roots = [*from_users, *outputs]
+        if roots:
+            tensors, given = zip(*roots, strict=True)
+            torch.autograd.backward(tensors, given)
         self._cursor.enter(None)
         return [leaf.grad for leaf in saved.leaves]
 
@@ -160,8 +183,8 @@ class Stage:
         self._saved.clear()
         for parameter in self.parameters().values():
             parameter.grad = None
-        for buffer, before in self._buffers or ():
-            buffer.copy_(before)
+        for buffer in self._buffers or ():
+            buffer.restore()
         self._buffers = None
 
     def commit(self) -> None:
@@ -171,9 +194,10 @@ class Stage:
     def _remember_buffers(self) -> None:
         if self._buffers is None:
             self._buffers = [
-                (buffer, buffer.detach().clone())
+                _Buffer(module, name, buffer, buffer.detach().clone())
                 for block in self.blocks.values()
-                for buffer in block.buffers()
+                for module in block.modules()
+                for name, buffer in module.named_buffers(recurse=False)
             ]
 
     def _random(self, index: int, step: int, microbatch: int) -> AbstractContextManager[None]:
@@ -197,9 +221,5 @@ def _deterministic(module: nn.Module) -> bool:
     return (
         not getattr(module, "p", 0)
         and not getattr(module, "dropout", 0)
-        and not isinstance(module, nn.RReLU)
+        and not isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
     )
-
-
-def _writes_in_place(block: nn.Module) -> bool:
-    return any(getattr(module, "inplace", False) for module in block.modules())

@@ -3,9 +3,8 @@
 One `StepExecutor` per trainer and worker; it owns the stages, their optimizers and their gradients.
 
 Sums are made in microbatch order. A weight that two stages share lives with its owner; the user's
-stage has a copy. For every microbatch the user's gradient travels to the owner and is added there
-to the owner's own before the sum joins `.grad`: the order in which one process with one shared
-tensor would add them.
+stage has a copy. For every microbatch the user's gradient travels to the owner, whose autograd
+starts its own sum with it: the order in which one process with one shared tensor would add them.
 """
 
 from collections import defaultdict
@@ -41,6 +40,7 @@ class StepExecutor:
         self._cursor = Cursor(black_box)
         self._stages = _build_stages(build, self._cursor)
         self._tied_gradients: dict[tuple[int, int], Tensor | None] = {}
+        self._gradients: dict[str, Tensor] = {}  # of the latest run that was for gradients alone
         self._optimizers = {
             stage: build.optimizer.build(own)
             for stage, own in ((s, self._own_parameters(s)) for s in self._stages)
@@ -68,6 +68,7 @@ class StepExecutor:
     def discard(self, state: RunState) -> None:
         """See `Executor`."""
         self._tied_gradients.clear()
+        self._gradients.clear()
         for stage in self._stages.values():
             stage.discard()
 
@@ -85,16 +86,8 @@ class StepExecutor:
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by name and give them away."""
-        found = {}
-        for index, stage in self._stages.items():
-            users = {id(p) for p in self._used_ties(index)}
-            for name, parameter in stage.parameters().items():
-                if parameter.grad is not None and id(parameter) not in users:
-                    found[name] = parameter.grad
-        for stage in self._stages.values():
-            for parameter in stage.parameters().values():
-                parameter.grad = None
+        """Return the gradients of the latest run for gradients alone, by name; gives them away."""
+        found, self._gradients = self._gradients, {}
         return found
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
@@ -160,18 +153,26 @@ class StepExecutor:
             gradients, tied = [torch.ones(())], list(inputs)
         else:
             gradients, tied = inputs[0], list(inputs[1:])
-        owned = self._owned_ties(op.stage)
-        sums = {id(parameter): parameter.grad for parameter in owned}
-        for parameter in owned:
-            parameter.grad = None
-        result = stage.backward(microbatch, gradients)
-        for parameter in dict.fromkeys(owned):
-            _join(parameter, sums[id(parameter)], _addends(owned, parameter, tied))
+        owned = zip(self._owned_ties(op.stage), tied, strict=True)
+        from_users = [
+            (parameter, gradient) for parameter, gradient in owned if gradient is not None
+        ]
+        result = stage.backward(microbatch, gradients, from_users=from_users)
         for slot, tie in enumerate(self._ties):
             if tie.user_stage == op.stage:
                 used = self._parameter(tie.user_stage, tie.user_block, tie.user_name)
                 self._tied_gradients[slot, microbatch], used.grad = used.grad, None
+        if state.phase is Phase.GRADIENTS and microbatch == state.microbatches - 1:
+            self._set_gradients_aside(stage)
         return result
+
+    def _set_gradients_aside(self, stage: Stage) -> None:
+        """Keep a stage's gradients, and leave the stage as if the run had not been."""
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in stage.parameters().items():
+            names.setdefault(parameter, name)
+        self._gradients |= {n: p.grad for p, n in names.items() if p.grad is not None}
+        stage.discard()
 
     def _tie_gradient(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Tensor | None:
         return self._tied_gradients.pop((op.slot, _microbatch(op)))
@@ -261,20 +262,3 @@ def _split(value: Any, state: RunState, name: str) -> list[Any]:
 def _rebuild(value: Any, tensors: list[Tensor]) -> Any:
     remaining = iter(tensors)
     return map_tensors(lambda _: next(remaining), value)
-
-
-def _addends(
-    owned: Sequence[nn.Parameter], parameter: nn.Parameter, tied: Sequence[Tensor | None]
-) -> list[Tensor]:
-    return [g for p, g in zip(owned, tied, strict=True) if p is parameter and g is not None]
-
-
-def _join(parameter: nn.Parameter, so_far: Tensor | None, users: Sequence[Tensor]) -> None:
-    """Set `.grad` to `so_far + (users + own)`, added as autograd would add them."""
-    gradient, own = None, parameter.grad
-    for addend in [*users, *([] if own is None else [own])]:
-        gradient = addend if gradient is None else gradient + addend
-    if so_far is None or gradient is None:
-        parameter.grad = so_far if gradient is None else gradient
-    else:
-        parameter.grad = so_far.add_(gradient)

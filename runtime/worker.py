@@ -7,7 +7,6 @@ weights after that step.
 
 import asyncio
 import collections
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +22,7 @@ from myelin.runtime.graph import COORDINATOR, Kind, Op
 from myelin.runtime.holdings import Holdings, Request
 from myelin.runtime.jitter import Delays
 from myelin.runtime.mailbox import Mailbox
-from myelin.runtime.run import ActiveRun
+from myelin.runtime.run import ActiveRun, failure_of
 from myelin.transports.datapath import DataPath
 
 _REMEMBERED_RUNS = 1024
@@ -78,10 +77,11 @@ class Worker:
         self._holdings = Holdings(
             run_ahead=device.run_ahead, local_calls=local_calls, black_box=black_box
         )
+        self._known = {index}  # nodes that need no introduction
         self._inboxes: dict[int, str] = {}  # peers to whom nothing was sent yet
         self._queue: collections.deque[m.Start | Request] = collections.deque()
         self._active: ActiveRun | None = None
-        self._requesting = False
+        self._requesting = self._closed = False
         self._mailbox = Mailbox()
         self._updated: dict[int, bool] = {}  # runs that are over, the latest ones
         self._assigned: dict[int, asyncio.Future[Any]] = {}
@@ -98,18 +98,33 @@ class Worker:
 
     def receive(self, peer: int, message: msgspec.Struct) -> None:
         """Take one message from the bus."""
-        self._handlers.get(type(message), self._enqueue)(peer, message)
+        if peer != COORDINATOR and not isinstance(message, m.Announce):
+            text = f"worker {peer} sent a {type(message).__name__}, which is not a worker's to send"
+            self.fault(FrameError(text, peer=peer, reason="unknown"))
+        elif not self._closed:
+            self._handlers.get(type(message), self._enqueue)(peer, message)
+
+    def close(self) -> None:
+        """End what is under way and take nothing new; an op that is running runs to its end."""
+        self._queue.clear()
+        if self._active is not None:
+            self._active.abort()
+        self._closed = True
 
     def fault(self, error: FrameError) -> None:
         """Pass a bad frame on to the coordinator, which owns all peers; strangers only count."""
         if error.peer is not None:
-            self._bus.send(COORDINATOR, m.PeerFault(error.peer, error.reason, str(error)))
+            self._tell(m.PeerFault(error.peer, error.reason, str(error)))
 
     # What a run needs (the protocol `Outside`)
 
     def report(self, message: m.RunDone | m.RunFailed | m.RunDrained | m.ValueGone) -> None:
         """Tell the coordinator."""
-        self._bus.send(COORDINATOR, message)
+        self._tell(message)
+
+    def _tell(self, message: msgspec.Struct) -> None:
+        if not self._closed:
+            self._bus.send(COORDINATOR, message)
 
     def post(
         self, peer: int, value: Any, *, purpose: m.Purpose, key: tuple[int, int], label: str
@@ -131,7 +146,7 @@ class Worker:
         self._next()
 
     def _next(self) -> None:
-        while self._queue and self._active is None and not self._requesting:
+        while self._queue and self._active is None and not (self._requesting or self._closed):
             message = self._queue.popleft()
             if isinstance(message, m.Start):
                 self._begin(message)
@@ -155,10 +170,11 @@ class Worker:
         if not isinstance(message, m.Assign):
             self._carry_out(message, None)
             return
-        coming = self._assigned.pop(message.request)
+        coming = self._assigned[message.request]
         coming.add_done_callback(partial(self._assign, message))
 
     def _assign(self, message: m.Assign, coming: asyncio.Future[Any]) -> None:
+        del self._assigned[message.request]
         if coming.cancelled():
             return
         error = coming.exception()
@@ -179,20 +195,24 @@ class Worker:
     def _answer(self, message: Request, outcome: Outcome) -> None:
         kind = type(message).__name__.lower()
         if outcome.error is not None:
-            error = outcome.error
-            text = "".join(traceback.format_exception(error))
-            failure = m.Failure(type(error).__name__, str(error), text, kind=kind)
-            self._bus.send(COORDINATOR, m.Refused(message.request, failure))
+            self._tell(m.Refused(message.request, failure_of(outcome.error, kind)))
         elif isinstance(outcome.value, msgspec.Struct):
-            self._bus.send(COORDINATOR, outcome.value)
+            self._tell(outcome.value)
         else:
-            key = (message.request, 0)
-            sent = self.post(
-                COORDINATOR, outcome.value, purpose=m.Purpose.REPLY, key=key, label=kind
-            )
-            sent.add_done_callback(self._replied)  # until then the tensors must not change
+            self._reply(message.request, outcome.value, kind)
             return
         self._go_on()
+
+    def _reply(self, request: int, value: Any, kind: str) -> None:
+        try:
+            sent = self.post(
+                COORDINATOR, value, purpose=m.Purpose.REPLY, key=(request, 0), label=kind
+            )
+        except Exception as error:  # noqa: BLE001 - a value that cannot travel is the answer
+            self._tell(m.Refused(request, failure_of(error, kind)))
+            self._go_on()
+        else:
+            sent.add_done_callback(self._replied)  # until then the tensors must not change
 
     def _replied(self, sent: asyncio.Future[None]) -> None:
         if not sent.cancelled() and sent.exception() is None:
@@ -206,10 +226,11 @@ class Worker:
 
     def _learn_peers(self, _peer: int, message: m.Peers) -> None:
         for peer in message.peers:
-            if peer.node != self.index:
+            if peer.node not in self._known:  # the cluster may have grown since it last told
+                self._known.add(peer.node)
                 self._bus.admit(peer.node, peer.incarnation)
                 self._inboxes[peer.node] = peer.inbox
-        self._bus.send(COORDINATOR, m.Done(message.request))
+        self._tell(m.Done(message.request))
 
     def _abort(self, _peer: int, message: m.Abort) -> None:
         run = message.run
@@ -222,14 +243,14 @@ class Worker:
                 self._mailbox.skip(run)
                 self._remember(run, updated=False)
                 break
-        self._bus.send(COORDINATOR, m.RunDrained(run, self._updated.get(run, False)))
+        self._tell(m.RunDrained(run, self._updated.get(run, False)))
 
     def _cancel(self, _peer: int, message: m.Cancel) -> None:
         if self._active is not None and self._active.run == message.run:
             self._active.cancel()
         elif message.run not in self._updated:
             failure = m.Failure("RunCancelled", "the run was cancelled", "", kind="cancel")
-            self._bus.send(COORDINATOR, m.RunFailed(message.run, failure))
+            self._tell(m.RunFailed(message.run, failure))
 
     def _watch(self, _peer: int, message: m.Watch) -> None:
         if self._active is not None and self._active.run == message.run:
@@ -240,7 +261,7 @@ class Worker:
                 watch = (*queued.watch, message.op)
                 self._queue[index] = msgspec.structs.replace(queued, watch=watch)
                 return
-        self._bus.send(COORDINATOR, m.ValueGone(message.run, message.op))
+        self._tell(m.ValueGone(message.run, message.op))
 
     def _remember(self, run: int, *, updated: bool) -> None:
         self._updated[run] = updated
@@ -269,11 +290,12 @@ class Worker:
         elif error is None:
             self._mailbox.hold(number, op, value)
         else:
-            failure = m.Failure(type(error).__name__, str(error), "", kind="receive")
-            self._bus.send(COORDINATOR, m.RunFailed(number, failure))
+            self._tell(m.RunFailed(number, failure_of(error, "receive")))
 
     def _send(self, peer: int, message: msgspec.Struct) -> None:
         """Send, making the outbox at the first message to a peer."""
+        if self._closed:
+            return
         inbox = self._inboxes.pop(peer, None)
         if inbox is not None:
             self._bus.connect(peer, inbox)

@@ -141,6 +141,7 @@ class Bus:
         self._news = asyncio.Event()  # set, and replaced, when a handshake has come to its end
         self._rejections = itertools.count()
         self._outboxes: dict[int, Outbox] = {}
+        self._used: set[str] = set()
         self._inbox: Inbox | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -201,11 +202,17 @@ class Bus:
 
         Raises:
             TransportError: the bus is not open, the peer is connected already, or the address is
-                unusable.
+                unusable or was used before.
         """
         self._open()
         if peer in self._outboxes:
             raise TransportError(f"node {peer} is connected already; forget({peer}) comes first")
+        if address in self._used:
+            raise TransportError(
+                f"node {self.node} was connected to {address} before, and its frames there have been "
+                "numbered; who comes back does so as another incarnation at a fresh address"
+            )
+        self._used.add(address)
         self._outboxes[peer] = self._outbox(address, self._identity)
         self._reception.greeted(peer, address)
         self.send(peer, _hello(self.node, self.incarnation, self.address))
@@ -265,7 +272,7 @@ class Bus:
     def forget(self, peer: int) -> None:
         """Drop all that concerns a node, also the frames that wait for it.
 
-        What it sends from now on is a stranger's.
+        What it still sends is a stranger's. The node can be met again as another incarnation.
         """
         self._reception.forget(peer)
         if (outbox := self._outboxes.pop(peer, None)) is not None:

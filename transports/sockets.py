@@ -5,7 +5,9 @@ set here and nowhere else. Nothing in here blocks, and nothing knows what a fram
 
 `ZMQ_IMMEDIATE` stays off: the first frames, the hello among them, wait in the outbox until the peer
 listens. No frame reaches a wrong process that way, since no address is used twice.
-`ZMQ_ROUTER_HANDOVER` stays off: nobody can take over the connection of another.
+`ZMQ_ROUTER_HANDOVER` stays off: nobody can take over the connection of another. The price is that
+libzmq ignores a second connection of the same identity for ever, if it comes before the end of the
+first was noticed: after a loss of connection a peer may stay silent, and is reported as that.
 """
 
 import itertools

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from myelin.models.losses import Loss
+from myelin.models.losses import Loss, TokenCrossEntropy
+from myelin.models.model import Parts, Tie
 
 # B microbatch, T tokens, D width
 
@@ -78,6 +79,66 @@ def dropping(width: int = 4, depth: int = 3, dropout: float = 0.5) -> Builders:
     sizes = [*range(width, width + depth), width]
     blocks = [partial(Dropping, *pair, dropout) for pair in pairwise(sizes)]
     return blocks, functional.mse_loss
+
+
+def inplace(width: int = 4) -> Modules:
+    """Hold blocks that write into their input, each after one that does not mind: x_BD -> y_BD."""
+    blocks: list[nn.Module] = [
+        nn.ReLU(inplace=True),
+        nn.Linear(width, width + 1),
+        nn.Identity(),
+        nn.ReLU(inplace=True),
+        nn.Linear(width + 1, width + 2),
+        Shift(),
+        nn.Linear(width + 2, width),
+    ]
+    return blocks, functional.mse_loss
+
+
+def skipping(width: int = 4) -> Modules:
+    """Hand an input on unchanged, beside what is made of it: x_BD -> y_BD."""
+    blocks = [
+        nn.Linear(width, width + 1),
+        Fork(width + 1, width + 2),
+        nn.Identity(),
+        Join(width + 2, width + 1),
+        nn.Linear(width + 1, width),
+    ]
+    return blocks, functional.mse_loss
+
+
+def repeated(width: int = 4, blocks: int = 4, owner: int = 0) -> Parts:
+    """Use one weight, of block `owner`, in every block: x_BD -> y_BD."""
+    ties = (Tie(owner, "linear.weight", i, "linear.weight") for i in range(blocks) if i != owner)
+    return Parts((partial(Square, width),) * blocks, functional.mse_loss, tuple(ties))
+
+
+def averaging(width: int = 4, call: int = -1) -> Modules:
+    """Put another tensor in the place of a buffer at every forward: x_BD -> y_BD.
+
+    The last block raises on its forward number `call`, counted from 0.
+    """
+    last = Failing(nn.Linear(width, width), Where.FORWARD, call)
+    return [nn.Linear(width, width), Average(width), last], functional.mse_loss
+
+
+def turned(width: int = 4, tokens: int = 64) -> Modules:
+    """Hand on a tensor that is not contiguous: x_BTD -> y_BD."""
+    blocks = [nn.Linear(width, width + 1), Turned(), Last(tokens), nn.Linear(width + 1, width)]
+    return blocks, functional.mse_loss
+
+
+def wide(width: int = 4) -> Modules:
+    """Compute in double precision: x_BD -> y_BD."""
+    blocks, loss = mlp(width)
+    return [block.double() for block in blocks], loss
+
+
+def classifier(width: int = 4, classes: int = 5) -> Modules:
+    """Count the valid targets, which are not -100: x_BD -> logits_BV."""
+    return [nn.Linear(width, width + 1), nn.Tanh(), nn.Linear(width + 1, classes)], (
+        TokenCrossEntropy()
+    )
 
 
 def failing(
@@ -178,6 +239,83 @@ class Dropping(nn.Module):
     def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
         """Return y_BD with some of it zero."""
         return self.dropout(self.linear(x_BD))  # type: ignore[no-any-return]
+
+
+class Shift(nn.Module):
+    """Adds one to its input in place, as no module of torch's own does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` itself."""
+        return x.add_(1.0)
+
+
+class Fork(nn.Module):
+    """Returns what it makes of its input, and the input."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, x_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (y_BD, x_BD)."""
+        return torch.tanh(self.linear(x_BD)), x_BD
+
+
+class Join(Fork):
+    """Adds what it makes of one tensor to the other."""
+
+    def forward(self, parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        """Take (y_BD, x_BD) and return z_BD, in which x_BD counts twice."""
+        y_BD, x_BD = parts
+        return self.linear(y_BD) * x_BD + x_BD  # type: ignore[no-any-return]
+
+
+class Square(nn.Module):
+    """A linear layer with as many outputs as inputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        """Return y_BD."""
+        return torch.tanh(self.linear(x_BD))
+
+
+class Average(nn.Module):
+    """Keeps a running mean of its inputs, in a new tensor every time, and adds it."""
+
+    mean: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        """Return y_BD."""
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x_BD.detach().mean(0)
+        return x_BD + self.mean
+
+
+class Turned(nn.Module):
+    """Swaps the last two dimensions without moving a number."""
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Return x_BDT."""
+        return x_BTD.transpose(1, 2)
+
+
+class Last(nn.Module):
+    """Takes the mean over the last dimension; the order of summation depends on the strides."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x_BDT: torch.Tensor) -> torch.Tensor:
+        """Return x_BD."""
+        return x_BDT.sum(-1) / self.size
 
 
 class Where(StrEnum):

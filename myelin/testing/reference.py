@@ -1,9 +1,9 @@
-"""A plain training loop in one process, with nothing of Myelin's runtime: what pipelines must equal.
+"""A plain training loop, with nothing of Myelin's runtime: what every pipeline must equal.
 
 One model, one optimizer, one thread of control; the same microbatches, one after the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,12 @@ class PlainLoop:
     """
 
     def __init__(
-        self, description: Description, optimizer: Optimizer, *, seed: int = 0, microbatches: int = 1
+        self,
+        description: Description,
+        optimizer: Optimizer,
+        *,
+        seed: int = 0,
+        microbatches: int = 1,
     ) -> None:
         parts = load(description.factory, description.arguments)
         blocks = build_blocks(description, range(len(parts.blocks)), seed)
@@ -75,7 +80,7 @@ class PlainLoop:
         for microbatch, (value, target, weight) in enumerate(self._split(batch)):
             for index, block in enumerate(self.model):
                 with seeded(op_seed(self._seed, self.steps, index, microbatch)):
-                    value = block(value)  # noqa: PLW2901 - from block to block
+                    value = block(value)
             share = total(self.loss, value, target, weight)
             share.backward()  # type: ignore[no-untyped-call]
             shares.append(share.detach())
@@ -87,6 +92,22 @@ class PlainLoop:
         weight = sum(weigh(self.loss, target) for target in targets)
         for value, target in zip(inputs, targets, strict=True):
             yield value, target, weight
+
+
+def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names under which two sets of tensors do not have the very same bits."""
+    return sorted(
+        name
+        for name in {*one, *other}
+        if name not in one or name not in other or not same_bits(one[name], other[name])
+    )
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors agree in dtype, shape and every bit; NaN is then like NaN."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 def _parts(value: Any, parts: int) -> list[Any]:

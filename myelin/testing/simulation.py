@@ -1,16 +1,15 @@
 """Drives the real schedulers of all workers of a graph, without a process, a thread or a tensor.
 
-`simulate` runs ops on virtual devices and messages over a virtual FIFO network, all on one virtual
-clock: durations, latency and seeded jitter decide what happens next. `explore` has no clock: at
-every moment the caller chooses among all that can happen, and messages may overtake each other.
-Both check every scheduler's invariants after every event. They behave as a worker's shell does:
-what was issued and not begun before a failure is skipped, and all other workers are told to abort.
+Ops run on virtual devices and messages travel over a virtual FIFO network, all on one virtual
+clock: durations, latency and seeded jitter decide what happens next, and the same seed gives the
+same history. Every scheduler's invariants are checked after every event. As with real workers, what
+was issued and not begun before a failure is skipped, and all other workers are told to abort.
+`myelin.testing.exploration` has the same workers without a clock.
 """
 
 import random
-from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -35,13 +34,13 @@ class Stuck(AssertionError):
     """Nothing can happen any more, and some workers are not done."""
 
 
-class Planted(Exception):  # noqa: N818 - stands for whatever a user's op may raise
-    """An op was told to fail, or was skipped behind one that did."""
+class Planted(Exception):
+    """An op was told to fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How one op went; times are seconds in `simulate`, and numbers of events in `explore`.
+    """How one op went; times are seconds, and in `explore` the number of events so far.
 
     Attributes:
         op: its index in the worker's program.
@@ -111,7 +110,7 @@ class History:
 
 
 def durations(*, forward_s: float = 1.0, backward_s: float = 2.0) -> Callable[[Op], float]:
-    """Return durations for a step whose stages are all alike; other ops take no time."""
+    """Return the durations of a step whose stages are all alike; other ops take no time."""
     by_kind = {Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s}
     return lambda op: by_kind.get(op.kind, 0.0)
 
@@ -126,19 +125,22 @@ class Conditions:
         jitter: each of these times is multiplied by a number drawn from 1 - jitter to 1 + jitter.
         seed: of the jitter.
         run_ahead: see `Schedule`.
+        validate_every: a scheduler's invariants are checked after so many of its events; a check
+            looks at every op, so programs of thousands of ops may not want one each time.
     """
 
-    duration_s: Callable[[Op], float] = durations()
+    duration_s: Callable[[Op], float] = field(default_factory=durations)
     message_s: float = 0.0
     jitter: float = 0.0
     seed: int = 0
     run_ahead: int = 1
+    validate_every: int = 1
 
 
 def simulate(
     graph: Graph,
     workers: int,
-    conditions: Conditions = Conditions(),  # noqa: B008 - frozen
+    conditions: Conditions | None = None,
     *,
     fails: Callable[[Op], bool] = lambda op: False,
 ) -> History:
@@ -147,104 +149,118 @@ def simulate(
     Args:
         graph: what to run.
         workers: on how many workers.
-        conditions: how long things take.
+        conditions: how long things take; by default a forward takes 1 s, a backward 2 s, and a
+            message no time.
         fails: asked of each op when its time on the device is over, whether it raises.
 
     Raises:
         ScheduleError: a scheduler broke an invariant.
         Stuck: not all workers ended.
     """
-    machine = _Timed(split(graph, workers), conditions, fails)
+    machine = _Timed(split(graph, workers), conditions or Conditions(), fails)
     return machine.run()
 
 
-def explore(
-    graph: Graph,
-    workers: int,
-    choose: Callable[[int], int],
-    *,
-    run_ahead: int = 1,
-    mishaps: Collection[int] = (),
-) -> History:
-    """Run a graph once in an order that the caller chooses among all that are possible.
-
-    Args:
-        graph: what to run.
-        workers: on how many workers.
-        choose: given n, returns which of the n things that are possible happens, the oldest being 0.
-        run_ahead: see `Schedule`.
-        mishaps: numbers of events that are not to go well: an op fails that is running or under
-            way to a peer, or a worker is told to abort; `choose` says which.
-
-    Raises:
-        ScheduleError: a scheduler broke an invariant.
-        Stuck: not all workers ended.
-    """
-    machine = _Chosen(split(graph, workers), choose, run_ahead, mishaps)
-    return machine.run()
-
-
-class _Machine(Protocol):
+class Machine(Protocol):
     """What carries out the commands of all workers; must not call back before it returns."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Return the time."""
+        ...
 
-    def launch(self, worker: "_Worker", launch: Launch) -> None: ...
+    def launch(self, worker: "Shell", launch: Launch) -> None:
+        """Queue an op on its stream; later the worker is told `finished` or `failed`."""
+        ...
 
-    def transmit(self, worker: "_Worker", op: int) -> None: ...
+    def transmit(self, worker: "Shell", op: int) -> None:
+        """Send a message; later the peer is told `arrived`, the worker `finished` or `failed`."""
+        ...
 
 
-class _Worker:
-    """A worker's shell: hands events to its scheduler and commands to the machine; keeps the log."""
+class Shell:
+    """A worker: events go to its scheduler, commands to the machine, and all of it into a log.
 
-    def __init__(self, program: Program, run_ahead: int, machine: _Machine) -> None:
+    Attributes:
+        program: what it runs.
+        scheduler: a real one.
+        ending_since: when it was told of a failure, here or elsewhere, or None.
+    """
+
+    def __init__(
+        self, program: Program, machine: Machine, *, run_ahead: int, validate_every: int = 1
+    ) -> None:
         self.program = program
         self.scheduler = Scheduler(Schedule(program, run_ahead=run_ahead))
-        self.ending = False
-        self.handled: list[Handled] = []
-        self.ran: dict[int, Ran] = {}
+        self.ending_since: float | None = None
+        self._handled: list[Handled] = []
+        self._ran: dict[int, Ran] = {}
         self._issued: dict[int, float] = {}
-        self._machine = machine
+        self._machine, self._validate_every = machine, validate_every
 
-    def start(self) -> None:
+    def start(self) -> list[int]:
+        """Begin the run, and return the ops whose messages come from the coordinator."""
         self._carry_out(None, self.scheduler.start())
+        return [index for index, op in enumerate(self.program.ops) if op.kind is Kind.LOAD]
 
     def arrived(self, op: int) -> None:
-        if not self.ending:
+        """Take the message that an op stands for."""
+        if self.ending_since is None:
             now = self._machine.now()
             self._note(Ran(op, now, now, now))
         self._handle(Arrived(op))
 
     def finished(self, op: int, started: float | None = None) -> None:
+        """Take note that an op is over that began at `started`, by default when it was issued."""
         issued = self._issued[op]
-        begun = issued if started is None else started
-        self._note(Ran(op, issued, begun, self._machine.now()))
+        self._note(Ran(op, issued, issued if started is None else started, self._machine.now()))
         self._handle(Finished(op))
 
     def failed(self, op: int) -> None:
-        self.ending = True
+        """Take note that an op raised, was skipped, or that its message got lost."""
+        self._begin_ending()
         self._handle(Failed(op))
 
     def abort(self) -> None:
+        """End the run early, if it is not over yet."""
         if not self.scheduler.over:
-            self.ending = True
+            self._begin_ending()
             self._handle(Aborted())
 
     def history(self, busy: float = 0.0) -> WorkerHistory:
-        return WorkerHistory(self.program, tuple(self.handled), self.ran, busy)
+        """Return the log.
+
+        Raises:
+            Stuck: the run is not over.
+        """
+        if not self.scheduler.over:
+            left = [op for op in range(len(self.program.ops)) if op not in self._ran]
+            stories = "\n".join(self.scheduler.story(op) for op in left[:10])
+            raise Stuck(f"nothing can happen any more, and {len(left)} ops are left:\n{stories}")
+        return WorkerHistory(self.program, tuple(self._handled), self._ran, busy)
+
+    def target(self, op: int) -> tuple[int, int]:
+        """Return the peer of a SEND, and the op there that waits for the message."""
+        send = self.program.ops[op]
+        assert send.peer is not None
+        assert send.target is not None
+        return send.peer, send.target
+
+    def _begin_ending(self) -> None:
+        if self.ending_since is None:
+            self.ending_since = self._machine.now()
 
     def _note(self, ran: Ran) -> None:
-        if ran.op in self.ran:
-            raise AssertionError(f"ran twice: {self.scheduler.story(ran.op)}")
-        self.ran[ran.op] = ran
+        assert ran.op not in self._ran, f"ran twice: {self.scheduler.story(ran.op)}"
+        self._ran[ran.op] = ran
 
     def _handle(self, event: Event) -> None:
         self._carry_out(event, self.scheduler.handle(event))
 
     def _carry_out(self, event: Event | None, commands: list[Command]) -> None:
-        self.scheduler.validate()
+        if not len(self._handled) % self._validate_every:
+            self.scheduler.validate()
         now = self._machine.now()
-        self.handled.append(Handled(now, event, tuple(commands)))
+        self._handled.append(Handled(now, event, tuple(commands)))
         for command in commands:
             match command:
                 case Launch():
@@ -253,30 +269,6 @@ class _Worker:
                 case Transmit():
                     self._issued[command.op] = now
                     self._machine.transmit(self, command.op)
-
-
-def _loads(worker: _Worker) -> list[int]:
-    return [index for index, op in enumerate(worker.program.ops) if op.kind is Kind.LOAD]
-
-
-def _check_all_over(workers: Collection[_Worker]) -> None:
-    stuck = [worker for worker in workers if not worker.scheduler.over]
-    stories = [
-        worker.scheduler.story(op)
-        for worker in stuck
-        for op in range(len(worker.program.ops))
-        if op not in worker.ran
-    ]
-    if stuck:
-        raise Stuck("nothing can happen any more, but:\n" + "\n".join(stories[:10]))
-
-
-def _ends_of(worker: _Worker, op: int) -> tuple[int, int]:
-    """Return the peer of a SEND, and the op there that waits for the message."""
-    send = worker.program.ops[op]
-    assert send.peer is not None
-    assert send.target is not None
-    return send.peer, send.target
 
 
 class _Timed:
@@ -289,7 +281,12 @@ class _Timed:
         self._clock = VirtualClock()
         self._random = random.Random(conditions.seed)
         self._workers = {
-            node: _Worker(program, conditions.run_ahead, self)
+            node: Shell(
+                program,
+                self,
+                run_ahead=conditions.run_ahead,
+                validate_every=conditions.validate_every,
+            )
             for node, program in programs.programs.items()
         }
         self._devices = {node: self._device() for node in self._workers}
@@ -299,31 +296,27 @@ class _Timed:
 
     def run(self) -> History:
         for node, worker in self._workers.items():
-            worker.start()
-            for op in _loads(worker):
-                self._clock.at(
-                    self._arrival((COORDINATOR, node)), partial(worker.arrived, op)
-                )
+            for op in worker.start():
+                self._clock.at(self._arrival((COORDINATOR, node)), partial(worker.arrived, op))
         self._clock.run()
-        _check_all_over(self._workers.values())
         histories = (worker.history(self._busy[node]) for node, worker in self._workers.items())
         return History(self._split, tuple(histories))
 
     def now(self) -> float:
         return self._clock.now_s
 
-    def launch(self, worker: _Worker, launch: Launch) -> None:
+    def launch(self, worker: Shell, launch: Launch) -> None:
         node = worker.program.worker
         op = worker.program.ops[launch.op]
         self._tickets[node, launch.op] = self._devices[node].launch(
             op,
-            partial(self._work, worker, op),
+            partial(self._work, op),
             after=[self._tickets[node, earlier] for earlier in launch.after],
             done=partial(self._completed, worker, launch.op),
         )
 
-    def transmit(self, worker: _Worker, op: int) -> None:
-        peer, target = _ends_of(worker, op)
+    def transmit(self, worker: Shell, op: int) -> None:
+        peer, target = worker.target(op)
         arrival = self._arrival((worker.program.worker, peer))
         self._clock.at(arrival, partial(self._workers[peer].arrived, target))
         self._clock.at(arrival, partial(worker.finished, op))
@@ -344,120 +337,19 @@ class _Timed:
         self._last_arrival[channel] = max(arrival, self._last_arrival.get(channel, 0.0))
         return self._last_arrival[channel]
 
-    def _work(self, worker: _Worker, op: Op) -> None:
-        if worker.ending or self._fails(op):
+    def _work(self, op: Op) -> None:
+        if self._fails(op):
             raise Planted(str(op))
 
-    def _completed(self, worker: _Worker, op: int, outcome: Outcome) -> None:
-        node = worker.program.worker
+    def _completed(self, worker: Shell, op: int, outcome: Outcome) -> None:
         if worker.program.ops[op].stream is Stream.COMPUTE:
-            self._busy[node] += outcome.ended_s - outcome.started_s
-        if outcome.error is None:
+            self._busy[worker.program.worker] += outcome.ended_s - outcome.started_s
+        since = worker.ending_since
+        skipped = since is not None and outcome.started_s >= since
+        if outcome.error is None and not skipped:
             worker.finished(op, outcome.started_s)
             return
-        if not worker.ending:
+        if since is None:
             for other in self._workers.values():
                 self._clock.at(self.now() + self._conditions.message_s, other.abort)
         worker.failed(op)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Possible:
-    """Something that can happen next, and how it can go wrong, if it can."""
-
-    happens: Callable[[], None]
-    fails: Callable[[], None] | None = None
-
-
-class _Chosen:
-    """No clock: whatever is possible may happen next. Time is the number of events so far."""
-
-    def __init__(
-        self, programs: Split, choose: Callable[[int], int], run_ahead: int, mishaps: Collection[int]
-    ) -> None:
-        self._split, self._choose, self._mishaps = programs, choose, mishaps
-        self._events = 0
-        self._possible: list[_Possible] = []
-        self._workers = {
-            node: _Worker(program, run_ahead, self) for node, program in programs.programs.items()
-        }
-        self._lanes = {
-            node: {stream: deque[Launch]() for stream in Stream} for node in self._workers
-        }
-        self._begun: dict[tuple[int, int], float] = {}
-        self._completed: set[tuple[int, int]] = set()
-
-    def run(self) -> History:
-        for worker in self._workers.values():
-            worker.start()
-            self._possible += [_Possible(partial(worker.arrived, op)) for op in _loads(worker)]
-        while self._possible:
-            going_wrong = self._what_can_go_wrong() if self._events in self._mishaps else []
-            if going_wrong:
-                going_wrong[self._choose(len(going_wrong))]()
-            else:
-                self._possible.pop(self._choose(len(self._possible))).happens()
-            self._events += 1
-        _check_all_over(self._workers.values())
-        return History(self._split, tuple(worker.history() for worker in self._workers.values()))
-
-    def now(self) -> float:
-        return float(self._events)
-
-    def launch(self, worker: _Worker, launch: Launch) -> None:
-        stream = worker.program.ops[launch.op].stream
-        self._lanes[worker.program.worker][stream].append(launch)
-        self._begin_heads(worker)
-
-    def transmit(self, worker: _Worker, op: int) -> None:
-        peer, target = _ends_of(worker, op)
-        self._possible.append(_Possible(partial(self._workers[peer].arrived, target)))
-        taken, lost = partial(worker.finished, op), partial(self._fail, worker, op)
-        self._possible.append(_Possible(taken, lost))
-
-    def _begin_heads(self, worker: _Worker) -> None:
-        """Begin the first op of every stream of a worker that is not held back by another stream."""
-        node = worker.program.worker
-        for lane in self._lanes[node].values():
-            if not lane or (node, lane[0].op) in self._begun:
-                continue
-            if all((node, earlier) in self._completed for earlier in lane[0].after):
-                self._begun[node, lane[0].op] = self.now()
-                skipped = worker.ending
-                fail = partial(self._end, worker, lane, failed=True)
-                end = fail if skipped else partial(self._end, worker, lane, failed=False)
-                self._possible.append(_Possible(end, None if skipped else fail))
-
-    def _end(self, worker: _Worker, lane: deque[Launch], *, failed: bool) -> None:
-        op, node = lane.popleft().op, worker.program.worker
-        self._completed.add((node, op))
-        if failed:
-            self._fail(worker, op)
-        else:
-            worker.finished(op, self._begun[node, op])
-        self._begin_heads(worker)
-
-    def _fail(self, worker: _Worker, op: int) -> None:
-        if not worker.ending:
-            self._abort_others(worker)
-        worker.failed(op)
-
-    def _abort_others(self, worker: _Worker) -> None:
-        others = [other for other in self._workers.values() if other is not worker]
-        self._possible += [_Possible(other.abort) for other in others]
-
-    def _abort(self, worker: _Worker) -> None:
-        self._abort_others(worker)
-        worker.abort()
-
-    def _what_can_go_wrong(self) -> list[Callable[[], None]]:
-        failures = [
-            partial(self._go_wrong, possible) for possible in self._possible if possible.fails
-        ]
-        going_on = [w for w in self._workers.values() if not (w.ending or w.scheduler.over)]
-        return [*failures, *(partial(self._abort, worker) for worker in going_on)]
-
-    def _go_wrong(self, possible: _Possible) -> None:
-        self._possible.remove(possible)
-        assert possible.fails is not None
-        possible.fails()

@@ -35,9 +35,7 @@ def call(
 
 def send(worker: int, peer: int, target: int, *, value: int | None = None, after: int = -1) -> Op:
     inputs, behind = ((), (after,)) if value is None else ((value,), ())
-    return Op(
-        Kind.SEND, worker, Stream.COMM, inputs=inputs, after=behind, peer=peer, target=target
-    )
+    return Op(Kind.SEND, worker, Stream.COMM, inputs=inputs, after=behind, peer=peer, target=target)
 
 
 def receive(worker: int, peer: int) -> Op:

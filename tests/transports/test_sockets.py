@@ -79,7 +79,7 @@ def test_a_path_that_the_system_would_cut_is_refused_with_a_remedy(
 ) -> None:
     longest = str(place / ("x" * (107 - len(str(place)) - 1)))
     inbox(context, f"ipc://{longest}").close()
-    with pytest.raises(TransportError, match="has 108 bytes and the system allows 107; .* TMPDIR"):
+    with pytest.raises(TransportError, match=r"has 108 bytes and the system allows 107; .* TMPDIR"):
         inbox(context, f"ipc://{longest}y")
     umlauts = str(place / ("ü" * 50))
     with pytest.raises(TransportError, match="the system allows 107"):
