@@ -210,13 +210,20 @@ class Cluster:
 def _ties(
     ties: tuple[tuple[int, str, int, str], ...], stages: tuple[range, ...]
 ) -> tuple[m.TieSpec, ...]:
-    """Return the ties that cross a border between stages."""
+    """Return the ties that cross a border between stages, each weight owned by its first block.
+
+    A backward reaches the first block last, so that is where all gradients can meet. Which block the
+    model calls the owner decides the initial value only, which all have by then.
+    """
     stage_of = {block: stage for stage, blocks in enumerate(stages) for block in blocks}
-    specs = (
-        m.TieSpec(stage_of[owner], owner, owner_name, stage_of[user], user, user_name)
-        for owner, owner_name, user, user_name in ties
-    )
+    places: dict[tuple[int, str], list[tuple[int, str]]] = {}
+    for owner, owner_name, user, user_name in ties:
+        known = places.setdefault((owner, owner_name), [(owner, owner_name)])
+        known.append((user, user_name))
+    specs = []
+    for together in places.values():
+        first, *others = sorted(together)
+        specs += [
+            m.TieSpec(stage_of[first[0]], *first, stage_of[other[0]], *other) for other in others
+        ]
     return tuple(spec for spec in specs if spec.owner_stage != spec.user_stage)
-
-
-__all__ = ["Cluster", "Model"]

@@ -37,8 +37,8 @@ _TORN = (
     "checkpoint or build a new trainer"
 )
 _RELEASED = (
-    "the value was released when its last reader was over; ask for it in the same breath as the "
-    "run: start the run, then call `.op(...)`, with no `await` between them"
+    "the value was released when its last reader was over; ask for it together with the run: name "
+    "the op in `keep`, or call `.op(...)` of a step that was just started, with no `await` between"
 )
 
 
@@ -89,7 +89,7 @@ class Coordinator:
         """Take one message from the bus."""
         handler = self._handlers.get(type(message))
         if handler is None:
-            text = f"worker {worker} sent a {type(message).__name__}, which is not a worker's to send"
+            text = f"worker {worker} sent a {type(message).__name__}: that is not a worker's to say"
             self.lost(worker, FrameError(text, peer=worker, reason="unknown"))
             return
         handler(worker, message)
@@ -165,19 +165,32 @@ class Coordinator:
             self.tell(worker, m.Install(self.number(), program.number, body, trainer))
         return program
 
-    async def install_calls(self, graph: Graph, calls: Sequence[str]) -> Distributed:
+    async def install_calls(
+        self, graph: Graph, calls: Sequence[str], names: Sequence[str]
+    ) -> Distributed:
         """Cut a graph of calls and have every worker import what it is to call.
+
+        Args:
+            graph: the graph; its CALL ops have indices of `calls` as their slots.
+            calls: import paths, or names of what the workers of this process know.
+            names: what to call them in errors.
 
         Raises:
             GraphError: a worker cannot import something.
         """
-        program = Distributed(self.number(), graph, split(graph, self.workers), None)
-        await self.request_all(
-            lambda worker, number: m.Install(
-                number, program.number, program.split.programs[worker], None, tuple(calls)
-            ),
-            program.participants,
-        )
+        parts = split(graph, self.workers)
+        program = Distributed(self.number(), graph, parts, None, tuple(names))
+        paths = tuple(calls)
+        try:
+            await self.request_all(
+                lambda worker, number: m.Install(
+                    number, program.number, parts.programs[worker], None, paths
+                ),
+                program.participants,
+            )
+        except BaseException:
+            self.discard(program)  # others may have it
+            raise
         return program
 
     def discard(self, program: Distributed) -> None:
@@ -281,8 +294,11 @@ class Coordinator:
             self._settle(run, lane)
 
     def _run_failed(self, worker: int, message: m.RunFailed) -> None:
-        known = self._runs.get(message.run)
-        error = failures.of_op(worker, message.failure)
+        known, called = self._runs.get(message.run), None
+        if known is not None and message.failure.op is not None:
+            program = known[0].program
+            called = program.called(worker, program.op(worker, message.failure.op))
+        error = failures.of_op(worker, message.failure, called)
         if failures.of_channel(message.failure):
             self._suspect(worker, error)
         elif known is not None:
@@ -393,16 +409,19 @@ class Coordinator:
     def worker_ended(self, worker: int, how: str) -> None:
         """Take note that a worker is gone: every run ends with `WorkerLost`."""
         doing = self._doing(worker)
-        op, block = None, None
+        error = failures.of_worker(worker, how, None)
         if doing is not None and doing[0] in self._runs:
             run, local, block = doing
-            op = self._runs[run][0].program.op(worker, local)
-        self.lost(worker, failures.of_worker(worker, how, op, block))
+            program = self._runs[run][0].program
+            op = program.op(worker, local)
+            called = program.called(worker, op)
+            error = failures.of_worker(worker, how, op, block=block, called=called)
+        self.lost(worker, error)
 
     def _suspect(self, worker: int, error: MyelinError) -> None:
         """End everything with `error` soon, unless it turns out meanwhile which worker is gone.
 
-        The neighbours of a killed worker may notice before we do, and cannot tell what became of it.
+        Neighbours of a killed worker may notice before we do, and cannot tell what became of it.
         """
         if self._suspicion is None:
             loop = asyncio.get_running_loop()

@@ -19,13 +19,20 @@ def of_channel(failure: Failure) -> bool:
     return failure.error in _CHANNEL_ERRORS
 
 
-def of_op(worker: int, failure: Failure) -> MyelinError:
-    """Return the exception for a run that an op ended, or for a request that `worker` refused."""
+def of_op(worker: int, failure: Failure, called: str | None = None) -> MyelinError:
+    """Return the exception for a run that an op ended, or for a request that `worker` refused.
+
+    Args:
+        worker: who reports.
+        failure: its report.
+        called: the name of the user's function that is concerned, where there is one.
+    """
     if failure.kind == "cancel":
         return RunCancelled("the run was cancelled; no weight was changed")
     if failure.error in _USER_ERRORS and failure.kind != Kind.CALL.value:
         return _USER_ERRORS[failure.error](failure.text)
-    where = _place(worker, failure.kind, failure.stage, failure.microbatch, failure.block)
+    kind = _kind(failure.kind, called)
+    where = _place(worker, kind, failure.stage, failure.microbatch, failure.block)
     return OpError(
         f"{where} raised {failure.error}: {failure.text}",
         worker=worker,
@@ -37,12 +44,18 @@ def of_op(worker: int, failure: Failure) -> MyelinError:
     )
 
 
-def of_worker(worker: int, how: str, op: Op | None, block: int | None) -> WorkerLost:
+def of_worker(
+    worker: int, how: str, op: Op | None, *, block: int | None = None, called: str | None = None
+) -> WorkerLost:
     """Return the exception for a worker that is gone, with what it was last doing."""
     if op is None:
         return WorkerLost(f"worker {worker} {how}; it was running no op", worker=worker)
-    doing = _place(worker, op.kind.value, op.stage, op.microbatch, block)
+    doing = _place(worker, _kind(op.kind.value, called), op.stage, op.microbatch, block)
     return WorkerLost(f"worker {worker} {how}, while it ran: {doing}", worker=worker, doing=doing)
+
+
+def _kind(kind: str, called: str | None) -> str:
+    return kind if called is None else f"{kind} of {called}"
 
 
 def _place(

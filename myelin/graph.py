@@ -3,6 +3,7 @@
 The same scheduler, worker and data path as for training; what is built here is only the graph.
 """
 
+import asyncio
 import builtins
 import math
 import operator
@@ -16,8 +17,10 @@ import torch
 from myelin.errors import GraphError, ModelError
 from myelin.members import Members
 from myelin.models.factories import path_of
-from myelin.run import Distributed, Run, RunReport
+from myelin.run import Distributed, Run, RunReport, look_at
 from myelin.runtime.graph import COORDINATOR, Graph, Kind, Op, Phase, Stream
+from myelin.transports.datapath import spec_of
+from myelin.transports.packing import tensors_of
 
 _MISSING = object()
 _SEARCHED = (torch, torch.nn.functional, operator, math, builtins)
@@ -38,12 +41,12 @@ class CallOp:
     default.
     """
 
-    __slots__ = ("_graph", "call", "inputs", "stream", "worker")
+    __slots__ = ("call", "graph", "inputs", "stream", "worker")
 
     def __init__(
         self, graph: "CallGraph", call: int, inputs: tuple[Any, ...], worker: int, stream: Stream
     ) -> None:
-        self._graph, self.call, self.inputs = graph, call, inputs
+        self.graph, self.call, self.inputs = graph, call, inputs
         self.worker, self.stream = worker, stream
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -53,18 +56,52 @@ class CallOp:
             OpError: an op of the run raised.
             ValueReleased: the run did not keep this op's value; name it in `keep`.
         """
-        return self._graph.latest(self).__await__()
+        return self.graph.latest(self).__await__()
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """The graph as the workers have it.
+
+    Attributes:
+        program: what they have.
+        indices: the place of each op in the program's graph.
+        sinks: the ops that no other op reads.
+    """
+
+    program: Distributed
+    indices: dict[CallOp, int]
+    sinks: tuple[CallOp, ...]
+
+    def index(self, op: CallOp) -> int:
+        """Return the place of an op.
+
+        Raises:
+            GraphError: it has none.
+        """
+        if op not in self.indices:
+            raise GraphError("this run has no such op: it is another graph's, or was added later")
+        return self.indices[op]
 
 
 class GraphRun:
-    """One run of a graph. `run[op]` is a future value; `await run` waits for the whole run."""
+    """One run of a graph. `run[op]` is a future value; `await run` waits for the whole run.
 
-    def __init__(self, run: Run, indices: dict[CallOp, int]) -> None:
-        self._run, self._indices = run, indices
+    Cancelling a task that awaits either does not end the run; `cancel` does.
+    """
 
-    def __getitem__(self, op: CallOp) -> Any:
-        """Return a future of the value of `op` in this run; the value belongs to the caller."""
-        return self._run.value(self._indices[op])
+    def __init__(self, run: Run, installed: _Installed) -> None:
+        self._run, self._installed = run, installed
+
+    def __getitem__(self, op: CallOp) -> "asyncio.Future[Any]":
+        """Return a future of the value of `op` in this run; the value belongs to the caller.
+
+        Raises:
+            GraphError: the run has no such op.
+        """
+        value = self._run.value(self._installed.index(op))
+        self._run.done.add_done_callback(look_at)  # the value tells of a failure as well
+        return value
 
     def __await__(self) -> Generator[Any, None, RunReport]:
         """Wait for the run's end and return its report.
@@ -72,7 +109,7 @@ class GraphRun:
         Raises:
             RunError: what ended the run.
         """
-        return self._run.done.__await__()
+        return asyncio.shield(self._run.done).__await__()
 
     def cancel(self) -> None:
         """End the run on all workers; values that are not there yet raise `RunCancelled`."""
@@ -105,8 +142,9 @@ class CallGraph:
         self._defaults: list[Any] = []
         self._ops: list[CallOp] = []
         self._calls: list[str] = []
-        self._program: Distributed | None = None
-        self._indices: dict[CallOp, int] = {}
+        self._names: list[str] = []  # of the calls, for errors
+        self._installed: _Installed | None = None
+        self._installing = asyncio.Lock()
         self._latest: GraphRun | None = None
         self._closed = False
 
@@ -120,22 +158,36 @@ class CallGraph:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End what is under way and free the graph on all workers."""
+        """End what is under way and free the graph on all workers.
+
+        Waits for ops that are running, unless the block is left because it was cancelled.
+        """
         self._closed = True
         runs = self._lane.all()
         for run in runs:
             run.cancel()
-        for run in runs:
-            await run.settled.wait()
-        self._forget_program()
-        for path in self._calls:
+        try:
+            if kind is None or issubclass(kind, Exception):
+                for run in runs:
+                    await run.settled.wait()
+        finally:
+            self._grew()
+            self._members.coordinator.retire(self._lane)
             if self._local_calls is not None:
-                self._local_calls.pop(path, None)
+                for path in self._calls:
+                    self._local_calls.pop(path, None)
 
     def input(self, name: str, default: Any = _MISSING) -> Input:
-        """Declare a value that runs are given by keyword; without a default it must be given."""
-        if name in self._inputs:
-            raise GraphError(f"there is an input {name!r} already; choose another name")
+        """Declare a value that runs are given by keyword; without a default it must be given.
+
+        Raises:
+            GraphError: the name cannot be used, or the default cannot travel.
+        """
+        self._check_open()
+        if name in self._inputs or name == "keep":
+            raise GraphError(f"the name {name!r} is taken: choose another for this input")
+        if default is not _MISSING:
+            _check_value(default, f"the default of input {name!r}")
         made = Input(name, len(self._defaults))
         self._inputs[name] = made
         self._defaults.append(default)
@@ -166,10 +218,11 @@ class CallGraph:
         self._check_open()
         if not isinstance(worker, int) or worker < 0:
             raise GraphError(f"worker={worker!r}: workers are numbered 0, 1, ...")
-        op = CallOp(
-            self, len(self._calls), tuple(map(self._argument, inputs)), worker, _stream(stream)
-        )
-        self._calls.append(self._path(function))
+        arguments = tuple(map(self._argument, inputs))
+        op = CallOp(self, len(self._calls), arguments, worker, _stream(stream))
+        path = self._path(function)
+        self._calls.append(path)
+        self._names.append(getattr(function, "__qualname__", repr(function)))
         self._ops.append(op)
         self._grew()
         return op
@@ -182,33 +235,31 @@ class CallGraph:
             inputs: values of the declared inputs; they must not change until the run is over.
 
         Raises:
-            GraphError: an input is missing or unknown, or a worker cannot import a function.
+            GraphError: an input is missing, unknown or cannot travel, or a worker cannot import a
+                function.
             ClusterError: an op is placed on a worker that does not exist.
         """
         self._check_open()
-        values = self._values(inputs)
-        program = await self._compiled()
-        run = self._members.coordinator.submit(self._lane, program, values, step=0)
-        self._latest = GraphRun(run, self._indices)
-        for op in self._sinks() if keep is None else keep:
-            self._latest[op]  # asks for the value before the run is dispatched
+        installed = await self._compiled()
+        wanted = [installed.index(op) for op in (installed.sinks if keep is None else keep)]
+        run = self._members.coordinator.submit(
+            self._lane, installed.program, self._values(inputs), step=0
+        )
+        for index in wanted:
+            run.want(index)  # before the run is dispatched
+        self._latest = GraphRun(run, installed)
         return self._latest
 
     async def latest(self, op: CallOp) -> Any:
         """Return the value of `op` in the latest run, which is started if there is none."""
-        if self._latest is None:
-            await self.run(keep=[*self._sinks(), op])
-        assert self._latest is not None
-        return await self._latest[op]
+        run = self._latest or await self.run(keep=[*self._sinks(), op])
+        return await run[op]
 
     def _grew(self) -> None:
-        self._forget_program()
-        self._latest = None
-
-    def _forget_program(self) -> None:
-        if self._program is not None:
-            self._members.coordinator.discard(self._program)
-            self._program = None
+        """Forget what was made of the graph before."""
+        if self._installed is not None:
+            self._members.coordinator.discard(self._installed.program)
+        self._installed = self._latest = None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -216,13 +267,14 @@ class CallGraph:
 
     def _argument(self, value: Any) -> CallOp | Input:
         if isinstance(value, CallOp):
-            if value not in self._ops:
+            if value.graph is not self:
                 raise GraphError("an input op belongs to another graph; add it to this one")
             return value
         if isinstance(value, Input):
             if self._inputs.get(value.name) is not value:
                 raise GraphError(f"input {value.name!r} belongs to another graph")
             return value
+        _check_value(value, "an argument of the op")
         self._defaults.append(value)
         return Input(f"constant {len(self._defaults) - 1}", len(self._defaults) - 1)
 
@@ -245,6 +297,8 @@ class CallGraph:
         unknown = sorted(set(given) - set(self._inputs))
         if unknown:
             raise GraphError(f"unknown inputs {unknown}; this graph has {sorted(self._inputs)}")
+        for name, value in given.items():
+            _check_value(value, f"input {name!r}")
         values = dict(enumerate(self._defaults))
         values |= {self._inputs[name].slot: value for name, value in given.items()}
         missing = [name for name, i in self._inputs.items() if values[i.slot] is _MISSING]
@@ -252,18 +306,29 @@ class CallGraph:
             raise GraphError(f"inputs {missing} have no value: give them to run(...)")
         return values
 
-    def _sinks(self) -> list[CallOp]:
+    def _sinks(self) -> tuple[CallOp, ...]:
         read = {op for other in self._ops for op in other.inputs if isinstance(op, CallOp)}
-        return [op for op in self._ops if op not in read]
+        return tuple(op for op in self._ops if op not in read)
 
-    async def _compiled(self) -> Distributed:
-        if self._program is None:
-            if not self._ops:
-                raise GraphError("the graph has no op yet: add one with .op(function, ...)")
-            await self._members.ensure(1 + max(op.worker for op in self._ops))
-            graph, self._indices = _compile(self._ops)
-            self._program = await self._members.coordinator.install_calls(graph, self._calls)
-        return self._program
+    async def _compiled(self) -> _Installed:
+        """Return the graph as the workers have it, which is as it is now."""
+        async with self._installing:
+            while self._installed is None:
+                if not self._ops:
+                    raise GraphError("the graph has no op yet: add one with .op(function, ...)")
+                await self._members.ensure(1 + max(op.worker for op in self._ops))
+                await self._install(tuple(self._ops))
+            return self._installed
+
+    async def _install(self, ops: tuple[CallOp, ...]) -> None:
+        coordinator, sinks = self._members.coordinator, self._sinks()
+        graph, indices = _compile(ops)
+        program = await coordinator.install_calls(graph, self._calls, self._names)
+        if ops == tuple(self._ops) and not self._closed:
+            self._installed = _Installed(program, indices, sinks)
+        else:  # it has grown, or was left, meanwhile
+            coordinator.discard(program)
+            self._check_open()
 
 
 def _compile(ops: Sequence[CallOp]) -> tuple[Graph, dict[CallOp, int]]:
@@ -285,6 +350,14 @@ def _compile(ops: Sequence[CallOp]) -> tuple[Graph, dict[CallOp, int]]:
         call = Op(Kind.CALL, op.worker, op.stream, inputs=tuple(inputs), slot=op.call)
         indices[op] = graph.add(call)
     return graph, indices
+
+
+def _check_value(value: Any, what: str) -> None:
+    try:
+        for tensor in tensors_of(value):
+            spec_of(tensor)
+    except (TypeError, ValueError) as error:
+        raise GraphError(f"{what} cannot be sent to a worker: {error}") from error
 
 
 def _stream(stream: str | Stream) -> Stream:

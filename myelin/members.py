@@ -30,7 +30,7 @@ from myelin.runtime.jitter import Jitter
 from myelin.runtime.process import WorkerConfig, black_box_path
 from myelin.transports.bus import Bus, Limits
 from myelin.transports.datapath import DataPath
-from myelin.transports.frames import Codec
+from myelin.transports.frames import Codec, Hello
 from myelin.transports.gloo import GlooPath
 from myelin.transports.loopback import LoopbackHub
 
@@ -98,7 +98,7 @@ class _Node:
             context=context,
             on_message=lambda peer, message: owner().receive(peer, message),
             on_fault=self._fault,
-            on_hello=lambda hello: f"node {hello.node} is not a member of this cluster",
+            on_hello=self._judge,
             on_silence=lambda peer, silent_s: owner().worker_ended(
                 peer,
                 f"has been silent for {silent_s:.1f} s (stopped, or its machine is overloaded)",
@@ -110,7 +110,6 @@ class _Node:
         """Make room for one more worker and return its identity."""
         peer = m.Peer(len(self.peers), uuid.uuid4().hex[:12], inbox)
         self.peers.append(peer)
-        self.bus.admit(peer.node, peer.incarnation)
         return peer
 
     async def greet(self, peer: m.Peer, deadline_s: float) -> None:
@@ -124,6 +123,13 @@ class _Node:
         await self._owner().request_all(
             lambda _worker, number: m.Peers(number, everybody), range(len(everybody))
         )
+
+    def _judge(self, hello: Hello) -> str | None:
+        """Admit who is expected; from then on, and not while it starts, its silence counts."""
+        for peer in self.peers:
+            if (peer.node, peer.incarnation) == (hello.node, hello.incarnation):
+                return None
+        return f"node {hello.node} is not a member of this cluster"
 
     def _fault(self, error: FrameError) -> None:
         if error.peer is not None and 0 <= error.peer < len(self.peers):
@@ -205,6 +211,7 @@ class ProcessMembers:
             await self._all_exited()
             for process in self._processes:
                 process.close()
+                self._node.bus.forget(process.index)  # else closing would wait to say goodbye
 
     async def _all_exited(self) -> None:
         for process in self._processes:

@@ -41,12 +41,14 @@ class Distributed:
         graph: the whole graph.
         split: how it was cut.
         trainer: number of the trainer whose stages it acts on, or None.
+        names: what its CALL ops call, by slot, in words.
     """
 
     number: int
     graph: Graph
     split: Split
     trainer: int | None
+    names: tuple[str, ...] = ()
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -66,9 +68,16 @@ class Distributed:
             if op.kind is Kind.LOAD
         ]
 
-    def op(self, worker: int, local: int) -> Op:
-        """Return one op by its place."""
-        return self.split.programs[worker].ops[local]
+    def op(self, worker: int, local: int) -> Op | None:
+        """Return one op by its place, if there is such a place."""
+        ops = self.split.programs[worker].ops
+        return ops[local] if 0 <= local < len(ops) else None
+
+    def called(self, worker: int, op: Op | None) -> str | None:
+        """Return the name of what a CALL calls, or of what made the value that a SEND sends."""
+        if op is not None and op.kind is Kind.SEND and op.inputs:
+            op = self.op(worker, op.inputs[0])
+        return self.names[op.slot] if op is not None and op.kind is Kind.CALL else None
 
 
 @dataclass(slots=True, eq=False)

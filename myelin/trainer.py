@@ -137,10 +137,11 @@ class Trainer:
         self.model, self.plan, self.stages = model, plan, tuple(stages)
         self.steps_done = 0
         self._coordinator, self._number = coordinator, number
-        self._ties = tuple((tie.owner_stage, tie.user_stage) for tie in ties)
+        self._ties = tuple(ties)
         self._lane = coordinator.lane(limit=plan.steps_in_flight, dependent=True)
         self._programs: dict[tuple[Phase, int], Distributed] = {}
         self._asked = 0
+        self._gradients_wanted = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<Trainer of {self.model!r}: {self.plan.pipeline} stages, {self.steps_done} steps>"
@@ -195,8 +196,9 @@ class Trainer:
 
         The names are those of `nn.Sequential(*blocks)`; the tensors belong to the caller.
         """
-        await self._submit(Phase.GRADIENTS, batch, self._asked, self._result)
-        return await self._collect(m.State.GRADIENTS)
+        async with self._gradients_wanted:  # workers keep those of one run at a time
+            await self._submit(Phase.GRADIENTS, batch, self._asked, self._result)
+            return await self._collect(m.State.GRADIENTS)
 
     async def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of all parameters and buffers after the steps asked for so far, by name.
@@ -216,6 +218,7 @@ class Trainer:
             lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES), self._workers
         )
         _check_weights(weights, {name: shape for part in own for name, shape in part.items()})
+        weights = _with_copies(weights, self._ties)
         for worker, shapes in zip(self._workers, own, strict=True):
             part = {name: weights[name] for name in shapes if name in weights}
             request = m.Assign(self._coordinator.number(), self._number)
@@ -312,7 +315,8 @@ class Trainer:
         microbatches = min(self.plan.microbatches, rows)
         known = self._programs.get((phase, microbatches))
         if known is None:
-            shape = StepShape(self.plan.workers, microbatches, self.plan.limit, self._ties)
+            ties = tuple((tie.owner_stage, tie.user_stage) for tie in self._ties)
+            shape = StepShape(self.plan.workers, microbatches, self.plan.limit, ties)
             graph = build_step(shape, phase)
             known = self._coordinator.install(graph, trainer=self._number)
             self._programs[phase, microbatches] = known
@@ -364,6 +368,27 @@ def _check_weights(
     for name, tensor in weights.items():
         if list(tensor.shape) != list(shapes[name]):
             raise ModelError(f"{name} has shape {list(shapes[name])}, not {list(tensor.shape)}")
+
+
+def _with_copies(
+    weights: Mapping[str, torch.Tensor], ties: Sequence[m.TieSpec]
+) -> dict[str, torch.Tensor]:
+    """Give every stage's copy of a tied weight the same value, whichever name it was given under.
+
+    Raises:
+        ModelError: two names of one weight were given different values.
+    """
+    given = dict(weights)
+    names: dict[str, list[str]] = {}
+    for tie in ties:
+        owner = f"{tie.owner_block}.{tie.owner_name}"
+        names.setdefault(owner, [owner]).append(f"{tie.user_block}.{tie.user_name}")
+    for together in names.values():
+        values = [given[name] for name in together if name in given]
+        if any(not torch.equal(value, values[0]) for value in values):
+            raise ModelError(f"{' and '.join(together)} are one weight: give them one value")
+        given |= dict.fromkeys(together, values[0]) if values else {}
+    return given
 
 
 def _natural(name: str) -> tuple[int, str]:

@@ -4,14 +4,18 @@ Both sides of a channel use it, workers and the coordinator, so the rule is in o
 announces in the order in which it sends, and the receiver posts receives in the order of the
 announcements, at once, whatever became of the run meanwhile. So channels stay in step when runs end
 early.
+
+A data path delivers contiguous tensors. A dense tensor whose dimensions lie in memory in another
+order travels in that order and is turned back, since the last bits of some sums depend on it.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
 from myelin.runtime.jitter import Delays
 from myelin.runtime.messages import Announce, Purpose
@@ -54,9 +58,13 @@ class Courier:
             TypeError: the value holds something that cannot travel; nothing was sent.
         """
         layout, tensors = pack(value)
-        tensors = [tensor.detach() for tensor in tensors]
+        orders = tuple(_memory_order(tensor) for tensor in tensors)
+        tensors = [
+            tensor.detach().permute(order) if order else tensor.detach()
+            for tensor, order in zip(tensors, orders, strict=True)
+        ]
         specs = tuple(spec_of(tensor) for tensor in tensors)
-        self._send(peer, Announce(purpose, key, label, layout, specs))
+        self._send(peer, Announce(purpose, key, label, layout, specs, orders))
         if tensors:
             return self._path.send(peer, tensors, label=label)
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -80,7 +88,8 @@ class Courier:
         value = None
         if error is None:
             try:
-                value = unpack(announcement.layout, [] if coming is None else coming.result())
+                tensors = [] if coming is None else coming.result()
+                value = unpack(announcement.layout, _turned_back(tensors, announcement.orders))
             except ValueError as bad:
                 error = bad
         delay_s = self._delays.of_message_s()
@@ -89,3 +98,30 @@ class Courier:
             loop.call_later(delay_s, self._deliver_to, peer, announcement, value, error)
         else:
             self._deliver_to(peer, announcement, value, error)
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions as they lie in memory, outermost first; () if as usual or not dense."""
+    if tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dimension: -strides[dimension]))
+    return order if tensor.permute(order).is_contiguous() else ()
+
+
+def _turned_back(
+    tensors: Sequence[torch.Tensor], orders: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    """Give tensors their dimensions' own order back.
+
+    Raises:
+        ValueError: the orders do not belong to these tensors.
+    """
+    turned = []
+    for tensor, order in zip(tensors, orders, strict=True):
+        if order and sorted(order) != list(range(tensor.ndim)):
+            raise ValueError(f"{order} is no order of the {tensor.ndim} dimensions of a tensor")
+        turned.append(
+            tensor.permute([order.index(d) for d in range(tensor.ndim)]) if order else tensor
+        )
+    return turned

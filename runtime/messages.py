@@ -56,6 +56,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text: its message.
         traceback: formatted, as the worker saw it.
         kind: kind of the op, or of the request.
+        op: index of the op in the worker's program.
         stage: pipeline stage of the op.
         microbatch: microbatch of the op.
         block: model block that was running.
@@ -65,6 +66,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
     traceback: str
     kind: str
+    op: int | None = None
     stage: int | None = None
     microbatch: int | None = None
     block: int | None = None
@@ -256,13 +258,23 @@ class PeerFault(_Message, frozen=True):
 
 
 class Announce(_Message, frozen=True):
-    """What the sender's next message on its channel is, and what it looks like."""
+    """What the sender's next message on its channel is, and what it looks like.
+
+    Attributes:
+        purpose: what it is for.
+        key: which one it is; see `Purpose`.
+        label: names the op in errors.
+        layout: how to put the value together.
+        specs: of the tensors as they travel.
+        orders: for each tensor the order of dimensions in which it travels, () for the usual one.
+    """
 
     purpose: Purpose
     key: tuple[int, int]
     label: str
     layout: Layout
     specs: tuple[TensorSpec, ...]
+    orders: tuple[tuple[int, ...], ...]
 
 
 MESSAGES: tuple[type[msgspec.Struct], ...] = (

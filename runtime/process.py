@@ -9,6 +9,7 @@ the worker dies of it at once, and what it wrote last tells why.
 """
 
 import asyncio
+import atexit
 import contextlib
 import io
 import math
@@ -77,6 +78,8 @@ def main() -> None:
         orphaned = runner.run(_serve(config))
     if orphaned:
         _end_orphaned(config)
+    atexit._run_exitfuncs()
+    _end(0)
 
 
 async def _serve(config: WorkerConfig) -> bool:
@@ -158,12 +161,19 @@ def _watch_coordinator(config: WorkerConfig, stop: Callable[[], object]) -> thre
 def _end_orphaned(config: WorkerConfig) -> NoReturn:
     """End at once, and remove what the coordinator cannot remove any more."""
     shutil.rmtree(config.directory, ignore_errors=True)
-    os._exit(_ORPHANED)
+    _end(_ORPHANED)
 
 
 def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """End the process if a callback raised; only say so if it is a task or a future."""
     loop.default_exception_handler(context)
     if "exception" in context and not context.keys() & {"future", "task"}:
-        sys.stderr.flush()
-        os._exit(_BROKEN)
+        _end(_BROKEN)
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: the interpreter would take a second or two to take torch apart."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)

@@ -273,7 +273,7 @@ class ActiveRun:
                 COORDINATOR, value, purpose=Purpose.VALUE, key=(self.run, index), label=str(op)
             )
         except Exception as error:  # noqa: BLE001 - a value that cannot travel fails the run
-            self._tell_failure(failure_of_op(error, op, None))
+            self._tell_failure(failure_of_op(error, index, op, None))
             self.abort()
             return
         sent.add_done_callback(_forget)
@@ -283,7 +283,8 @@ class ActiveRun:
         if self._closed:
             return
         if not isinstance(error, _Skipped):
-            self._tell_failure(failure_of_op(error, self._ops[index], self._state.block))
+            failure = failure_of_op(error, index, self._ops[index], self._state.block)
+            self._tell_failure(failure)
         self._handle(event)
 
     def _tell_failure(self, failure: Failure) -> None:
@@ -320,10 +321,11 @@ def _forget(sent: asyncio.Future[None]) -> None:
         sent.exception()
 
 
-def failure_of_op(error: BaseException, op: Op, block: int | None) -> Failure:
-    """Describe what an op raised."""
+def failure_of_op(error: BaseException, index: int, op: Op, block: int | None) -> Failure:
+    """Describe what the op with this index raised."""
     return msgspec.structs.replace(
         failure_of(error, op.kind.value),
+        op=index,
         stage=op.stage,
         microbatch=op.microbatch,
         block=block,
@@ -331,9 +333,10 @@ def failure_of_op(error: BaseException, op: Op, block: int | None) -> Failure:
 
 
 def failure_of(error: BaseException, kind: str) -> Failure:
-    """Describe an exception so that it can be sent, whatever its text is and even if it has none."""
+    """Describe an exception so that it can be sent, even if it cannot be put into words."""
     told = traceback.TracebackException.from_exception(error)
-    return Failure(type(error).__name__, _sendable(str(told)), _sendable("".join(told.format())), kind)
+    text, trace = _sendable(str(told)), _sendable("".join(told.format()))
+    return Failure(type(error).__name__, text, trace, kind)
 
 
 def _sendable(text: str) -> str:

@@ -42,6 +42,8 @@ class StepShape:
             raise ValueError(
                 f"a step needs a stage, a microbatch and a limit of at least 1: {self}"
             )
+        if any(owner >= user for owner, user in self.ties):
+            raise ValueError(f"ties={self.ties}: an owner's stage must come before its user's")
 
     @property
     def last(self) -> int:

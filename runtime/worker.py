@@ -99,7 +99,7 @@ class Worker:
     def receive(self, peer: int, message: msgspec.Struct) -> None:
         """Take one message from the bus."""
         if peer != COORDINATOR and not isinstance(message, m.Announce):
-            text = f"worker {peer} sent a {type(message).__name__}, which is not a worker's to send"
+            text = f"worker {peer} sent a {type(message).__name__}: that is not a worker's to say"
             self.fault(FrameError(text, peer=peer, reason="unknown"))
         elif not self._closed:
             self._handlers.get(type(message), self._enqueue)(peer, message)

@@ -194,7 +194,7 @@ class Bus:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._inbox.descriptor, self._pump)
         self._loop.add_reader(self._inbox.monitor_descriptor, self._watch)
-        self._loop.call_soon(self._pump)
+        self._loop.call_soon(self._watch)  # takes messages too: only a socket found empty signals
         self._beat_later(self._loop)
 
     def connect(self, peer: int, address: str) -> None:
@@ -209,8 +209,8 @@ class Bus:
             raise TransportError(f"node {peer} is connected already; forget({peer}) comes first")
         if address in self._used:
             raise TransportError(
-                f"node {self.node} was connected to {address} before, and its frames there have been "
-                "numbered; who comes back does so as another incarnation at a fresh address"
+                f"node {self.node} was connected to {address} before and has numbered its frames; "
+                "who comes back does so as another incarnation at a fresh address"
             )
         self._used.add(address)
         self._outboxes[peer] = self._outbox(address, self._identity)
@@ -293,10 +293,8 @@ class Bus:
         self._outboxes.clear()
         self._reception.close(f"the bus of node {self.node} was closed")
         self._wake()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._unwatch()
         if self._inbox is not None:
-            self._unwatch()
             self._inbox.close()
 
     # Reading.
@@ -313,8 +311,7 @@ class Bus:
             try:
                 taken = self._inbox.take()
             except zmq.ZMQError:
-                log.exception("node %d cannot read its inbox: was the context ended?", self.node)
-                self._unwatch()
+                self._go_deaf()
                 return
             if taken is None:
                 return
@@ -329,14 +326,27 @@ class Bus:
     def _watch(self) -> None:
         """Take note of connections that have ended, after what came on them."""
         self._drain(_STALL_BURST)
-        for sender in self._inbox.ended() if self._inbox and not self._closed else ():
+        try:
+            ended = self._inbox.ended() if self._inbox and not self._closed else []
+        except zmq.ZMQError:
+            self._go_deaf()
+            return
+        for sender in ended:
             if sender is None:
                 text = f"a connection to {self.address} did not speak ZeroMQ's protocol"
                 self._carry_out([Fault(FrameError(text, peer=None, reason="malformed"))])
             else:
                 self._carry_out(self._reception.ended(sender))
 
+    def _go_deaf(self) -> None:
+        """Stop for good: the caller has ended the context, against the rule."""
+        log.exception("node %d cannot read its inbox: was the context ended?", self.node)
+        self._unwatch()
+
     def _unwatch(self) -> None:
+        """Have the loop call no more."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._loop is not None and self._inbox is not None:
             self._loop.remove_reader(self._inbox.descriptor)
             self._loop.remove_reader(self._inbox.monitor_descriptor)
@@ -372,8 +382,10 @@ class Bus:
             elif answer.inbox is not None and _scheme(answer.inbox) == _scheme(self.address):
                 name = b"%b:reject%d" % (self._identity, next(self._rejections))
                 outbox = self._outbox(answer.inbox, name)
-                outbox.send(self._codec.encode(0, answer.reject))
-                outbox.close(linger_s=self._limits.linger_s)
+                try:
+                    outbox.send(self._codec.encode(0, answer.reject))
+                finally:
+                    outbox.close(linger_s=self._limits.linger_s)
         except TransportError as error:
             log.warning("node %d cannot tell node %d that: %s", self.node, answer.node, error)
 
@@ -405,12 +417,12 @@ class Bus:
         self._beat_later(self._open())
         for peer in self._reception.roster.peers():
             if peer.node in self._outboxes and peer.presence is not Presence.LEFT:
-                with contextlib.suppress(BackpressureError):  # its silence will be noticed
+                with contextlib.suppress(TransportError):  # its silence will be noticed
                     self.send(peer.node, Heartbeat())
         self._drain(_STALL_BURST)  # nobody is blamed for what this node has not read yet
         now = self._clock()
         if late_s > self._limits.heartbeat_s:
-            log.warning("node %d: the loop was stalled for %.1f s", self.node, late_s)
+            log.warning("node %d: the loop was stalled for %.3f s", self.node, late_s)
             self._reception.roster.excuse(late_s, now)
         for node, silent_s in self._reception.roster.silent(now):
             log.warning("node %d has not heard node %d for %.1f s", self.node, node, silent_s)
@@ -441,7 +453,7 @@ class Bus:
         """Say goodbye to a peer and close the way to it."""
         present = self._reception.roster.at(peer)
         listening = present is None or present.presence is Presence.HEARD
-        with contextlib.suppress(zmq.ZMQError):  # the context may have been ended already
+        with contextlib.suppress(TransportError):  # the context may have been ended already
             outbox.send(self._codec.encode(outbox.sequence, Goodbye()))
         outbox.close(linger_s=self._limits.linger_s if listening else 0)
 

@@ -15,12 +15,15 @@ What ends a blocked wait, tried on torch 2.13:
 
 - `abort()` and `shutdown()` of the process group: nothing happens, at neither end.
 - Dropping the last reference at this end: nothing, the waiting `Work` holds the connection.
-- The peer's process dies, or its last reference goes: raises at once.
-- A wait that times out closes the connection, and so ends *all* waits of that process group at
-  both ends. `_Link.interrupt` does this on purpose: it waits a millisecond for a message that
+- The peer's process dies, or its last reference goes: raises at once, except in the wait for a
+  message of which a part has already been read. gloo forgets to tell that one, so a large payload
+  is followed by a trailer of one byte, and the trailer is what is waited for.
+- A wait that times out closes the connection, and so ends *all* other waits of that process group
+  at both ends. `_Link.interrupt` does this on purpose: it waits a millisecond for a message that
   never comes. It works from any thread, and later calls on the group raise at once.
-- Nothing but its own timeout ends the construction of a process group, so that is only started
-  once both ends have written into the file that they are there, and is kept short.
+- Nothing but its own timeout ends the construction of a process group. So that is only started
+  when both ends have written into the file that they are there, is given a second, and is tried
+  again. A peer that dies in just this moment is not noticed here: that takes `drop`.
 - Waits of `FileStore` end up to a second late, so the file is looked at in short steps instead.
 """
 
@@ -94,12 +97,20 @@ class _Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> _Work: ...
 
 
+def _device(interface_host: str) -> ProcessGroupGloo.Device:
+    """Return gloo's handle of an interface, which comes with a thread of its own."""
+    try:
+        return ProcessGroupGloo.create_device(hostname=interface_host)
+    except RuntimeError as error:
+        raise ValueError(f"interface_host={interface_host!r} is no interface: {error}") from None
+
+
 def _make_group(store: PrefixStore, rank: int, interface_host: str) -> _Group:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=HANDSHAKE_S)
     options._threads = 1
-    options._devices = [gloo.create_device(hostname=interface_host)]
+    options._devices = [_device(interface_host)]
     group: _Group = gloo(store, rank, 2, options)
     return group
 
@@ -132,10 +143,10 @@ class _Link:
         file_store.set_timeout(timedelta(seconds=1))
         attempts = itertools.count()
         while self._group is None:
-            self._attempt(PrefixStore(f"{next(attempts)}", file_store), deadline)
-        self._stop_if_interrupted()
+            self._try(PrefixStore(f"{next(attempts)}", file_store), deadline)
+            self._stop_if_due(deadline)
 
-    def _attempt(self, store: PrefixStore, deadline: float) -> None:
+    def _try(self, store: PrefixStore, deadline: float) -> None:
         try:
             self._meet(store, deadline)
         except RuntimeError:
@@ -150,15 +161,15 @@ class _Link:
         store.set(f"end{self._rank}", "ready")
         while not store.check([peer_key]):
             self._interrupted.wait(LOOK_EVERY_S)
-            self._stop_if_interrupted()
-            if time.monotonic() > deadline:
-                raise RuntimeError("the peer did not come")
+            self._stop_if_due(deadline)
         if store.get(peer_key) != b"ready":
             raise RuntimeError("the peer had closed its end before this one was opened")
 
-    def _stop_if_interrupted(self) -> None:
+    def _stop_if_due(self, deadline: float) -> None:
         if self._interrupted.is_set():
             raise RuntimeError("this end was closed")
+        if time.monotonic() > deadline:
+            raise RuntimeError("the peer did not come")
 
     def send(self, data: torch.Tensor) -> _Work:
         assert self._group is not None
@@ -397,6 +408,9 @@ class GlooPath:
             them see. Used by one `GlooPath` per node; whoever made it removes it.
         timeout_s: see above.
         interface_host: name or address of the network interface to listen on.
+
+    Raises:
+        ValueError: there is no such directory or interface.
     """
 
     def __init__(
@@ -413,6 +427,7 @@ class GlooPath:
             raise ValueError(f"{directory} is no directory: make one that only this run may use")
         self._timeout_s = timeout_s
         self._interface_host = interface_host
+        _device(interface_host)  # rather fail here than in a channel
         self._channels: dict[tuple[type[_Channel], int], _Channel] = {}
         self._dropped: dict[int, str] = {}
         self._closed = False

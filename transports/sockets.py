@@ -13,7 +13,7 @@ first was noticed: after a loss of connection a peer may stay silent, and is rep
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import zmq
@@ -70,15 +70,26 @@ class Outbox:
             raise TransportError(f"cannot connect to {address}: {error.strerror}") from error
 
     def send(self, frame: bytes) -> bool:
-        """Hand over the frame of number `sequence`, or return False if it does not fit."""
+        """Hand over the frame of number `sequence`, or return False if it does not fit.
+
+        Raises:
+            TransportError: the socket can send no more, since its context was ended.
+        """
+        try:
+            sent = self._try(frame)
+            if not sent and _number(self._socket, zmq.EVENTS) & zmq.POLLOUT:
+                # libzmq looks for room that came free once a millisecond only, or when asked
+                sent = self._try(frame)
+        except zmq.ZMQError as error:
+            raise TransportError(f"cannot send to {self.address}: {error.strerror}") from error
+        self.sequence += sent
+        return sent
+
+    def _try(self, frame: bytes) -> bool:
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            # libzmq looks only once a millisecond or so for room that came free; this makes it look
-            if not _number(self._socket, zmq.EVENTS) & zmq.POLLOUT:
-                return False
-            self._socket.send(frame, zmq.NOBLOCK)
-        self.sequence += 1
+            return False
         return True
 
     def close(self, *, linger_s: float) -> None:
@@ -140,21 +151,22 @@ class Inbox:
         self._remember(sender, parts[0])
         return sender, [part.bytes for part in parts]
 
-    def ended(self) -> Iterator[bytes | None]:
-        """Yield the sender of each connection that has ended since the last call.
+    def ended(self) -> list[bytes | None]:
+        """Return the sender of each connection that has ended since the last call.
 
         None stands for a connection that did not speak ZeroMQ's protocol. `inproc` has no ends.
         """
+        ended: list[bytes | None] = []
         while True:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
-                return
+                return ended
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                yield None
+                ended.append(None)
             elif (sender := self._senders.pop(event["value"], None)) is not None:
                 self._connections.pop(sender, None)
-                yield sender
+                ended.append(sender)
 
     def close(self) -> None:
         """Close both sockets and remove the socket's file."""

@@ -157,4 +157,8 @@ class CpuDevice:
         self._waking = False  # first, so that what is appended from now on wakes the loop again
         while self._completions:
             done, outcome = self._completions.popleft()
-            done(outcome)
+            try:
+                done(outcome)
+            except Exception as error:  # noqa: BLE001 - one report must not hold up the next
+                message = f"a report of {self._name} raised"
+                self._loop.call_exception_handler({"message": message, "exception": error})

@@ -300,9 +300,6 @@ async def test_gradients_and_steps_in_flight_do_not_mix() -> None:
         assert differing(await trainer.weights(), loop.weights()) == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the second run for gradients replaces what the first one left to collect"
-)
 async def test_gradients_of_two_batches_asked_for_at_once_do_not_mix() -> None:
     loop = loop_of(TINY)
     async with Cluster(workers=0, threads=1) as cluster:

@@ -356,7 +356,7 @@ def test_who_is_rejected_learns_why(run: Run, kind: str) -> None:
             first.bus.connect(1, second.bus.address)
             with pytest.raises(HandshakeError, match=r"node 1 rejected .* hello: torch 2.12 there"):
                 await waiting
-            with pytest.raises(HandshakeError, match="torch 2.12 there"):
+            with pytest.raises(HandshakeError, match=r"torch 2\.12 there"):
                 await second.bus.expect(0, PATIENCE_S)
             assert first.reasons() == [(1, "malformed")]
             assert second.reasons() == []
@@ -773,7 +773,8 @@ def test_closing_leaves_nothing_behind(run: Run, kind: str) -> None:
             waiting = asyncio.ensure_future(first.bus.expect(7, PATIENCE_S))
             await asyncio.sleep(0)
             await first.bus.close()
-            assert [loop.remove_reader(descriptor) for descriptor in descriptors] == [False] * 2
+            removed = [loop.remove_reader(descriptor) for descriptor in descriptors]
+            assert not any(removed)
             with pytest.raises(HandshakeError, match="the bus of node 0 was closed"):
                 await waiting
             await first.bus.close()
@@ -790,12 +791,10 @@ def test_a_closed_bus_does_nothing_more(run: Run) -> None:
             first, second = await net.pair()
             second.bus.send(0, Note())
             await first.bus.close()
-            for refused in (
-                lambda: first.bus.send(1, Note()),
-                lambda: first.bus.connect(2, "inproc://2"),
-            ):
-                with pytest.raises(TransportError, match="the bus of node 0 is closed"):
-                    refused()
+            with pytest.raises(TransportError, match="the bus of node 0 is closed"):
+                first.bus.send(1, Note())
+            with pytest.raises(TransportError, match="the bus of node 0 is closed"):
+                first.bus.connect(2, "inproc://2")
             with pytest.raises(TransportError, match="closed"):
                 await first.bus.expect(1, 1)
             with pytest.raises(TransportError, match="cannot be started again"):
@@ -871,9 +870,12 @@ def test_a_context_that_ends_too_early_is_logged_and_does_not_spin(
             first, second = await net.pair()
             first.bus.send(1, Note())
             net.context.destroy(linger=0)
+            second.bus._beat()
             second.bus._pump()
-            await asyncio.sleep(0)
+            second.bus._watch()
             assert "cannot read its inbox: was the context ended?" in caplog.text
+            with pytest.raises(TransportError, match="cannot send to"):
+                first.bus.send(1, Note())
             await first.bus.close()
             await second.bus.close()
 
@@ -919,9 +921,8 @@ def test_limits_that_make_no_sense_are_refused(name: str, value: float) -> None:
         Limits(**{name: value})  # type: ignore[arg-type]
 
 
-def test_a_node_needs_a_name_that_can_be_sent() -> None:
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        pytest.raises(ValueError, match="use a node of -1"),
-    ):
-        Node(Net("inproc", directory), -5)
+async def test_a_node_needs_a_name_that_can_be_sent() -> None:
+    async with network("inproc") as net:
+        for number, incarnation in ((-5, "a"), (0, ""), (0, "a:b")):
+            with pytest.raises(ValueError, match="use a node of -1"):
+                Node(net, number, incarnation)

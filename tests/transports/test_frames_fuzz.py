@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgpack
 import msgspec
@@ -103,7 +104,7 @@ def inflate(rng: random.Random, frame: bytes) -> bytes:
 def reshape(rng: random.Random, frame: bytes) -> bytes:
     """Keep it MessagePack, and put something strange in one place of the message."""
     version, sequence, body = msgpack.unpackb(frame)
-    strange = rng.choice(
+    strange: Any = rng.choice(
         [None, True, -1, 2**63, 1e400, "", "x" * 300, b"\x00", [], [[]], {}, {"type": "Chunk"}, 0.5]
     )
     match rng.randrange(5):

@@ -47,7 +47,7 @@ values = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Tell whether two values are equal, with equal types all the way down, and tensors identical."""
+    """Tell whether two values are equal, of equal types, and with the very same tensors."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -48,7 +48,7 @@ def next_message(box: Inbox) -> tuple[bytes, list[bytes]]:
 
 
 def next_ended(box: Inbox) -> bytes | None:
-    while not (ended := list(box.ended())):
+    while not (ended := box.ended()):
         wait(box.monitor_descriptor)
     (sender,) = ended
     return sender

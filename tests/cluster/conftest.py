@@ -1,0 +1,59 @@
+"""Everything here fails if something was left behind: a failure nobody looked at, a directory."""
+
+import gc
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections() -> None:
+    """Have the garbage collector leave alone what the imports made, so that it is quick."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def noise() -> Iterator[list[str]]:
+    """What asyncio had to log: failures that nobody has looked at, callbacks that raised."""
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(self.format(record))
+
+    listener = Listener(logging.WARNING)
+    logging.getLogger("asyncio").addHandler(listener)
+    yield told
+    gc.collect()
+    logging.getLogger("asyncio").removeHandler(listener)
+    assert not told
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where clusters make their directories, which must be gone in the end; a short path."""
+    made = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    yield made
+    left = [path.name for path in made.glob("myelin-*")]
+    shutil.rmtree(made)
+    assert not left
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> str:
+    """A gate, as `myelin.testing.ops` has them."""
+    return str(tmp_path / "gate")
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets for the models of `myelin.testing`, four rows each."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator)
