@@ -254,7 +254,7 @@ def _split(value: Any, state: RunState, name: str) -> list[Any]:
         parts: dict[int, list[Tensor]] = defaultdict(list)
         for tensor in tensors_of(value):
             for microbatch, part in enumerate(tensor.tensor_split(state.microbatches)):
-                parts[microbatch].append(part)
+                parts[microbatch].append(part.clone())  # views would share a version counter
         state.scratch[name] = [_rebuild(value, parts[m]) for m in range(state.microbatches)]
     return list(state.scratch[name])
 

@@ -422,7 +422,7 @@ class Bus:
         self._drain(_STALL_BURST)  # nobody is blamed for what this node has not read yet
         now = self._clock()
         if late_s > self._limits.heartbeat_s:
-            log.warning("node %d: the loop was stalled for %.3f s", self.node, late_s)
+            log.info("node %d: the loop was stalled for %.3f s", self.node, late_s)
             self._reception.roster.excuse(late_s, now)
         for node, silent_s in self._reception.roster.silent(now):
             log.warning("node %d has not heard node %d for %.1f s", self.node, node, silent_s)

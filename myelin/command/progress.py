@@ -35,6 +35,10 @@ class Progress(Protocol):
         """Tell what is being done now."""
         ...
 
+    def note(self, text: str) -> None:
+        """Tell a fact that is worth keeping on the screen."""
+        ...
+
     def show(self, status: Callable[[], Status]) -> None:
         """Tell that there is something new; `status` may be called at any time, in any thread."""
         ...
@@ -86,6 +90,10 @@ class LineProgress:
         """Print it."""
         print(text, file=self._file, flush=True)
 
+    def note(self, text: str) -> None:
+        """Print it."""
+        self.say(text)
+
     def show(self, status: Callable[[], Status]) -> None:
         """Print a line if the last one was long enough ago."""
         now = self._clock()
@@ -123,13 +131,16 @@ class LiveProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._status is None:
-            self._live.transient = True  # nothing to keep on the screen
+        self._doing = ""
         self._live.stop()
 
     def say(self, text: str) -> None:
         """Show it beside the spinner."""
         self._doing = text
+
+    def note(self, text: str) -> None:
+        """Print it above the panel."""
+        self._live.console.print(Text(text))
 
     def show(self, status: Callable[[], Status]) -> None:
         """Show these figures from now on."""
@@ -176,10 +187,11 @@ def panel(status: Status) -> RenderableType:
         workers.append(f"worker {worker} ", "dim")
         workers.append("█" * filled, "cyan").append("░" * (_BAR_WIDTH - filled), "dim")
         workers.append(f" {share:4.0%}   ")
-    time_row = Table.grid(padding=(0, 2))
-    time_row.add_row(
-        clock(status.elapsed_s), ProgressBar(total=1.0, completed=status.share, width=48), left
+    bar = ProgressBar(
+        total=1.0, completed=status.share, width=48, complete_style="cyan", finished_style="green"
     )
+    time_row = Table.grid(padding=(0, 2))
+    time_row.add_row(clock(status.elapsed_s), bar, left)
     return Group(time_row, rows, workers)
 
 

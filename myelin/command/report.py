@@ -100,10 +100,10 @@ def describe_model(settings: TrainSettings, data: TextData) -> str:
     """Say in one line what is trained and where."""
     parameters = settings.model(data.vocab_size).parameters
     used = len(set(settings.plan.workers))
-    where = f"{used} worker{'s' * (used > 1)}" if settings.workers else "this process"
+    where = f"on {used} worker{'s' * (used > 1)}" if settings.workers else "in this process"
     return (
-        f"{_short(parameters)} parameters ({settings.layers} x {settings.hidden}), "
-        f"{settings.pipeline} stage{'s' * (settings.pipeline > 1)} on {where}"
+        f"{_short(parameters)} parameters ({settings.layers} layers of {settings.hidden}), "
+        f"{settings.pipeline} stage{'s' * (settings.pipeline > 1)} {where}"
     )
 
 

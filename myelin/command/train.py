@@ -66,7 +66,8 @@ def train_and_report(settings: TrainSettings) -> int:
         data = settings.data()
         folder = report.claim_folder(settings, datetime.now())
         report.write_settings(folder, settings, data)
-        progress.say(f"{data.report.summary()}" if data.report else "")
+        if data.report is not None:
+            progress.note(data.report.summary())
         workers = sorted(set(settings.plan.workers))
         with Record(folder / report.LOSSES, workers) as record:
             outcome = carry_out(Training(settings, data, record, progress))
@@ -122,10 +123,8 @@ class Training:
             CancelledError: Ctrl-C before or after the steps, or a second one.
         """
         settings = self._settings
-        self._progress.say(
-            f"starting: {report.describe_model(settings, self._data)}, "
-            f"{settings.threads} thread{'s' * (settings.threads != 1)} each"
-        )
+        self._progress.note(report.describe_model(settings, self._data))
+        self._progress.say("starting")
         with Interrupt() as interrupt:
             async with Cluster(settings.workers or 0, threads=settings.threads) as cluster:
                 trainer = await cluster.trainer(

@@ -107,6 +107,7 @@ async def test_a_tensor_comes_across_with_its_announcement(pair: Pair) -> None:
             label="send 4",
             layout=TensorAt(0),
             specs=(TensorSpec((2, 3), "float32"),),
+            orders=((),),
         )
     ]
     pair.here.announce_to(pair.there)
@@ -134,6 +135,31 @@ async def test_nested_values_keep_their_shape(pair: Pair, value: Any) -> None:
     assert layout_there == layout
     assert all(map(torch.equal, tensors, tensors_there))
     assert [t.dtype for t in tensors_there] == [t.dtype for t in tensors]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ],
+)
+async def test_a_dense_tensor_keeps_its_strides(pair: Pair, tensor: torch.Tensor) -> None:
+    pair.here.post(pair.there, tensor, number=0)
+    pair.here.announce_to(pair.there)
+    (delivery,) = await pair.there.deliveries(1)
+    assert torch.equal(delivery.value, tensor)
+    assert delivery.value.stride() == tensor.stride()
+
+
+async def test_an_order_of_dimensions_that_does_not_fit_the_tensor_is_an_error(pair: Pair) -> None:
+    pair.here.post(pair.there, torch.ones(2, 3).T, number=0)
+    ((_, announcement),) = pair.here.announced
+    wrong = msgspec.structs.replace(announcement, orders=((0, 0),))
+    pair.there.courier.announced(0, wrong)
+    (delivery,) = await pair.there.deliveries(1)
+    assert "no order of the 2 dimensions" in str(delivery.error)
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", (), {"loss": 1.5, "wants": [True, False]}])
@@ -286,7 +312,7 @@ async def test_a_layout_that_does_not_fit_the_tensors_is_delivered_as_an_error(
 async def test_a_layout_that_asks_for_tensors_that_were_not_announced_is_an_error(
     pair: Pair,
 ) -> None:
-    pair.there.courier.announced(0, Announce(Purpose.EDGE, (1, 0), "send", TensorAt(0), ()))
+    pair.there.courier.announced(0, Announce(Purpose.EDGE, (1, 0), "send", TensorAt(0), (), ()))
     (delivery,) = pair.there.delivered
     assert isinstance(delivery.error, ValueError)
 
@@ -310,7 +336,7 @@ async def test_a_value_whose_receive_was_cancelled_is_not_delivered(pair: Pair) 
         delays=Delays(None, 0),
     )
     specs = (TensorSpec((1,), "float32"),)
-    courier.announced(1, Announce(Purpose.EDGE, (1, 0), "send", TensorAt(0), specs))
+    courier.announced(1, Announce(Purpose.EDGE, (1, 0), "send", TensorAt(0), specs, ((),)))
     for _ in range(3):
         await asyncio.sleep(0)
     assert delivered == []

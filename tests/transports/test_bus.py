@@ -619,7 +619,7 @@ def test_an_owner_that_raises_is_reported_and_stops_nothing() -> None:
 def test_heartbeats_are_sent_and_not_delivered(run: Run, kind: str) -> None:
     async def test() -> None:
         async with network(kind) as net:
-            raw_target = await net.node(0, limits=Limits(heartbeat_s=0.005, silence_s=600))
+            raw_target = await net.node(0, limits=Limits(0.005, 600, linger_s=0.1))
             raw = await net.raw_peer(raw_target)
             raw_target.bus.connect(1, raw.address)
             assert isinstance(raw.read(), Hello)
@@ -636,7 +636,7 @@ def test_heartbeats_are_sent_and_not_delivered(run: Run, kind: str) -> None:
 def test_each_silence_of_a_peer_is_told_once(run: Run, kind: str) -> None:
     async def test() -> None:
         async with network(kind) as net:
-            node = await net.node(0, limits=Limits(heartbeat_s=0.005, silence_s=0.01))
+            node = await net.node(0, limits=Limits(0.005, 0.01, linger_s=0.1))
             raw = await net.raw_peer(node)
             await node.until(lambda: node.silent == [1])
             raw.send(Heartbeat())
@@ -659,7 +659,7 @@ def test_nobody_is_blamed_for_a_stall_of_this_node(run: Run) -> None:
     async def test() -> None:
         async with network("inproc") as net:
             clock = Clock()
-            limits = Limits(heartbeat_s=0.005, silence_s=0.05)
+            limits = Limits(0.005, 0.05, linger_s=0.1)
             node = await net.node(0, limits=limits, clock=clock)
             raw = await net.raw_peer(node)
             node.bus.connect(1, raw.address)
@@ -684,7 +684,7 @@ def test_nobody_is_blamed_for_a_stall_of_this_node(run: Run) -> None:
 def test_who_says_goodbye_is_gone_and_not_lost(run: Run, kind: str) -> None:
     async def test() -> None:
         async with network(kind) as net:
-            first, second = await net.pair(limits=Limits(heartbeat_s=0.005, silence_s=0.01))
+            first, second = await net.pair(limits=Limits(0.005, 0.01, linger_s=0.1))
             second.bus.send(0, Note(1))
             await second.bus.close()
             await first.until(lambda: bool(first.gone))
