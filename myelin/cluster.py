@@ -12,7 +12,7 @@ from typing import Any
 from myelin.errors import ClusterError
 from myelin.graph import CallGraph
 from myelin.members import Members, ProcessMembers, Settings, ThreadMembers, to_the_end
-from myelin.models.model import Description, Model
+from myelin.models.model import Description
 from myelin.plan import Plan
 from myelin.runtime import messages as m
 from myelin.runtime.jitter import Jitter
@@ -212,8 +212,8 @@ def _ties(
 ) -> tuple[m.TieSpec, ...]:
     """Return the ties that cross a border between stages, each weight owned by its first block.
 
-    A backward reaches the first block last, so that is where all gradients can meet. Which block the
-    model calls the owner decides the initial value only, which all have by then.
+    A backward reaches the first block last, so that is where all gradients can meet. Which block
+    the model calls the owner decides the initial value only, which all have by then.
     """
     stage_of = {block: stage for stage, blocks in enumerate(stages) for block in blocks}
     places: dict[tuple[int, str], list[tuple[int, str]]] = {}

@@ -244,7 +244,7 @@ class Coordinator:
             key, label = (run.number, local), f"load slot={slot}"
             try:
                 self._post(worker, run.inputs[slot], m.Purpose.EDGE, key, label)
-            except (TypeError, ValueError, TransportError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, somebody awaits the run
                 text = f"input {slot} cannot be sent to worker {worker}: {error}"
                 self._end(run, RunError(text))
                 break

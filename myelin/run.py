@@ -147,8 +147,9 @@ class Run:
 
     def follow(self, error: BaseException) -> None:
         """Fail because of what somebody else is told of; nobody needs to look at this run."""
-        self.fail(error)
-        self.done.exception()
+        if not self.done.done():
+            self.fail(error)
+            self.done.exception()
 
     def cancelled_error(self) -> RunCancelled:
         """Return the error of a run that was cancelled."""

@@ -1,6 +1,6 @@
 """Ops and a model that misbehave on purpose, for tests of what becomes of a run and of its workers.
 
-Gates are paths: who comes to a gate makes the file `PATH.here` and goes on when there is a file
+A gate is a path: who comes to it makes the file `PATH.here` and goes on when there is a file
 `PATH.open`, or never. So a test knows that an op is running, and decides how long.
 """
 
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,22 @@ def break_loop(*values: Any) -> None:
     for loop in loops:
         if loop.is_running():
             loop.call_soon_threadsafe(bug)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A gate, as the test has it that opens it."""
+
+    path: str
+
+    @property
+    def reached(self) -> bool:
+        """Whether somebody has come to it."""
+        return Path(f"{self.path}.here").exists()
+
+    def open(self) -> None:
+        """Let through who is there and who comes."""
+        Path(f"{self.path}.open").touch()
 
 
 def pass_gate(path: str, value: Any = None) -> Any:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from myelin.testing.ops import Gate
+
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_collections() -> None:
@@ -36,8 +38,11 @@ def noise() -> Iterator[list[str]]:
 
 
 @pytest.fixture(autouse=True)
-def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where clusters make their directories, which must be gone in the end; a short path."""
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where clusters make their directories, which must be gone in the end.
+
+    Its path is shorter than `tmp_path`, which pytest has made before.
+    """
     made = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(made))
     yield made
@@ -47,9 +52,11 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> str:
-    """A gate, as `myelin.testing.ops` has them."""
-    return str(tmp_path / "gate")
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A gate that is opened in the end at the latest."""
+    made = Gate(str(tmp_path / "gate"))
+    yield made
+    made.open()
 
 
 @pytest.fixture

@@ -1,14 +1,17 @@
 """The courier over the loopback path; a queue of announcements stands in for the control bus."""
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from myelin.errors import ChannelClosed, ChannelError
@@ -151,6 +154,35 @@ async def test_a_dense_tensor_keeps_its_strides(pair: Pair, tensor: torch.Tensor
     (delivery,) = await pair.there.deliveries(1)
     assert torch.equal(delivery.value, tensor)
     assert delivery.value.stride() == tensor.stride()
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(0, 4), max_size=4).flatmap(
+        lambda sizes: st.tuples(st.just(sizes), st.permutations(range(len(sizes))))
+    )
+)
+def test_a_permuted_tensor_of_any_shape_arrives_with_its_values_and_strides(
+    case: tuple[list[int], list[int]],
+) -> None:
+    sizes, order = case
+    tensor = torch.arange(math.prod(sizes)).reshape(sizes).permute(order)
+
+    async def travel() -> Tensor:
+        pair = pair_of()
+        sent = pair.here.post(pair.there, tensor)
+        pair.here.announce_to(pair.there)
+        (delivery,) = await pair.there.deliveries(1)
+        await sent
+        await pair.close()
+        assert isinstance(delivery.value, Tensor)
+        return delivery.value
+
+    came = asyncio.run(travel())
+    assert torch.equal(came, tensor)
+    wide = [dimension for dimension in range(tensor.ndim) if tensor.shape[dimension] > 1]
+    if tensor.numel():
+        assert [came.stride(d) for d in wide] == [tensor.stride(d) for d in wide]
 
 
 async def test_an_order_of_dimensions_that_does_not_fit_the_tensor_is_an_error(pair: Pair) -> None:
@@ -317,21 +349,52 @@ async def test_a_layout_that_asks_for_tensors_that_were_not_announced_is_an_erro
     assert isinstance(delivery.error, ValueError)
 
 
-async def test_a_value_whose_receive_was_cancelled_is_not_delivered(pair: Pair) -> None:
-    class Cancelling:
-        """A data path whose receives are cancelled by whoever closes the loop."""
+class FakePath:
+    """A data path that keeps what it is given; its receives are cancelled, as when a loop ends."""
 
-        def receive(
-            self, peer: int, specs: tuple[TensorSpec, ...], *, label: str
-        ) -> "asyncio.Future[list[Tensor]]":
-            coming: asyncio.Future[list[Tensor]] = asyncio.get_running_loop().create_future()
-            coming.cancel()
-            return coming
+    def __init__(self) -> None:
+        self.sent: list[Sequence[Tensor]] = []
 
-    delivered: list[object] = []
+    def send(self, peer: int, tensors: Sequence[Tensor], *, label: str) -> "asyncio.Future[None]":
+        self.sent.append(tensors)
+        return asyncio.get_running_loop().create_future()
+
+    def receive(
+        self, peer: int, specs: Sequence[TensorSpec], *, label: str
+    ) -> "asyncio.Future[list[Tensor]]":
+        coming: asyncio.Future[list[Tensor]] = asyncio.get_running_loop().create_future()
+        coming.cancel()
+        return coming
+
+    def drop(self, peer: int, reason: str) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+
+async def test_the_path_gets_the_tensors_themselves_without_their_graph() -> None:
+    path = FakePath()
     courier = Courier(
         send=lambda peer, message: None,
-        path=Cancelling(),  # type: ignore[arg-type]
+        path=path,
+        deliver=lambda *delivery: None,
+        delays=Delays(None, 0),
+    )
+    value = torch.ones(3, requires_grad=True) * 2
+    courier.post(1, value, purpose=Purpose.EDGE, key=(1, 0), label="send")
+    ((tensor,),) = path.sent
+    assert tensor.data_ptr() == value.data_ptr()
+    assert not tensor.requires_grad
+
+
+async def test_a_value_whose_receive_was_cancelled_is_not_delivered_and_nothing_is_logged() -> None:
+    delivered: list[object] = []
+    logged: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    courier = Courier(
+        send=lambda peer, message: None,
+        path=FakePath(),
         deliver=lambda *delivery: delivered.append(delivery),
         delays=Delays(None, 0),
     )
@@ -339,7 +402,7 @@ async def test_a_value_whose_receive_was_cancelled_is_not_delivered(pair: Pair) 
     courier.announced(1, Announce(Purpose.EDGE, (1, 0), "send", TensorAt(0), specs, ((),)))
     for _ in range(3):
         await asyncio.sleep(0)
-    assert delivered == []
+    assert delivered == logged == []
 
 
 # Injected delays

@@ -1,7 +1,6 @@
 """Real threads; every wait is for the thing itself, so nothing depends on how fast it comes."""
 
 import asyncio
-import gc
 import threading
 import time
 import weakref
@@ -28,6 +27,17 @@ class Bench:
         self.device = device
         self.log: list[tuple[str, Outcome]] = []
         self.threads: set[int] = set()
+        self._gates: list[threading.Event] = []
+
+    def gate(self) -> threading.Event:
+        """Return an event that work can wait for; it is set before the device is closed."""
+        self._gates.append(threading.Event())
+        return self._gates[-1]
+
+    async def close(self) -> None:
+        for gate in self._gates:
+            gate.set()
+        await self.device.close()
 
     def launch(
         self, name: str, work: Callable[[], Any], *after: Ticket, op: Op = COMPUTE
@@ -48,13 +58,28 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    device = CpuDevice("test-device")
-    yield Bench(device)
-    await device.close()
+    made = Bench(CpuDevice("test-device"))
+    yield made
+    await made.close()
 
 
 def threads_of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def hold(device: Device, *ops: Op) -> threading.Event:
+    """Keep streams of a device busy until the returned event is set; return once they are."""
+    gate = threading.Event()
+    for op in ops:
+        begun = threading.Event()
+
+        def work(begun: threading.Event = begun) -> None:
+            begun.set()
+            gate.wait()
+
+        device.launch(op, work, after=(), done=lambda outcome: None)
+        begun.wait()
+    return gate
 
 
 def fail(error: BaseException) -> None:
@@ -90,7 +115,7 @@ async def test_work_runs_in_the_order_of_its_launches_and_is_reported_in_that_or
 
 
 async def test_a_launch_does_not_wait_for_the_work(bench: Bench) -> None:
-    gate = threading.Event()
+    gate = bench.gate()
     ticket, over = bench.launch("held", gate.wait)
     assert not ticket.completed
     assert not over.done()
@@ -114,7 +139,7 @@ async def test_streams_run_at_the_same_time(bench: Bench) -> None:
 
 
 async def test_work_waits_for_the_tickets_of_other_streams(bench: Bench) -> None:
-    gate, ran = threading.Event(), list[str]()
+    gate, ran = bench.gate(), list[str]()
 
     def copy() -> None:
         gate.wait()
@@ -193,23 +218,21 @@ async def test_completions_wake_a_loop_that_sleeps(bench: Bench) -> None:
 
 
 async def test_what_work_returned_is_let_go_once_it_was_reported(bench: Bench) -> None:
-    class Value:
-        pass
+    """The thread then waits for a launch that never comes, and holds the value no longer."""
+    freed = threading.Event()
 
-    refs: list[weakref.ref[Value]] = []
+    class Value:
+        """Stands for a large tensor."""
 
     def make() -> Value:
         value = Value()
-        refs.append(weakref.ref(value))
+        weakref.finalize(value, freed.set)
         return value
 
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     bench.device.launch(COMPUTE, make, after=(), done=lambda outcome: over.set_result(None))
     await over
-    _, barrier = bench.launch("later", lambda: None)  # the thread has let go by then
-    await barrier
-    gc.collect()
-    assert [ref() for ref in refs] == [None]
+    assert await asyncio.to_thread(freed.wait, 10)
 
 
 async def test_torch_uses_as_many_threads_as_it_is_told_and_other_devices_keep_theirs() -> None:
@@ -262,8 +285,7 @@ async def test_closing_lets_the_running_work_end_and_skips_what_has_not_started(
 
 async def test_closing_leaves_the_loop_free_while_it_waits() -> None:
     device = CpuDevice("closing")
-    gate = threading.Event()
-    device.launch(COMPUTE, gate.wait, after=(), done=lambda outcome: None)
+    gate = hold(device, COMPUTE)
     closing = asyncio.create_task(device.close())
     asyncio.get_running_loop().call_soon(gate.set)  # would never come if close blocked
     await closing
@@ -280,9 +302,7 @@ async def test_a_device_can_be_closed_twice_and_without_having_been_used() -> No
 
 async def test_two_closers_of_one_device_both_return() -> None:
     device = CpuDevice("closing")
-    gate = threading.Event()
-    for op in (COMPUTE, COPY):
-        device.launch(op, gate.wait, after=(), done=lambda outcome: None)
+    gate = hold(device, COMPUTE, COPY)
     closers = [asyncio.create_task(device.close()) for _ in range(2)]
     await asyncio.sleep(0)
     gate.set()
@@ -292,8 +312,7 @@ async def test_two_closers_of_one_device_both_return() -> None:
 
 async def test_a_close_that_was_cancelled_can_be_made_up_for() -> None:
     device = CpuDevice("closing")
-    gate = threading.Event()
-    device.launch(COMPUTE, gate.wait, after=(), done=lambda outcome: None)
+    gate = hold(device, COMPUTE)
     closing = asyncio.create_task(device.close())
     await asyncio.sleep(0)
     closing.cancel()
@@ -305,16 +324,15 @@ async def test_a_close_that_was_cancelled_can_be_made_up_for() -> None:
 
 
 def test_a_thread_that_finishes_after_its_loop_is_closed_ends_quietly() -> None:
-    gate = threading.Event()
-
-    async def leave_without_waiting() -> None:
+    async def leave_without_waiting() -> threading.Event:
         device = CpuDevice("orphan")
-        device.launch(COMPUTE, gate.wait, after=(), done=lambda outcome: None)
+        gate = hold(device, COMPUTE)
         closing = asyncio.create_task(device.close())
         await asyncio.sleep(0)
         closing.cancel()
+        return gate
 
-    asyncio.run(leave_without_waiting())
+    gate = asyncio.run(leave_without_waiting())
     (thread,) = threads_of("orphan")
     assert thread.daemon  # it does not keep the process alive either
     gate.set()

@@ -1,0 +1,57 @@
+"""The picture of a run's losses."""
+
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from myelin.command.chart import draw_losses, smoothed
+
+
+def draw(path: Path, losses: list[float], validations: list[tuple[int, float]]) -> tuple[int, int]:
+    """Draw, and return the picture's width and height."""
+    draw_losses(path, losses, validations, title="GPT on $x_y$", subtitle="small", unit="nats")
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", head[16:])
+    return width, height
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("losses", "validations"),
+    [
+        ([3.0, 2.5, 2.0, 1.8], [(2, 2.6), (4, 2.0)]),
+        ([3.0, 2.0], []),
+        ([3.0], [(1, 3.0)]),
+        ([3.0] * 3, []),
+        ([3.0, math.nan], [(1, 2.0)]),
+        ([3.0 / (1 + n) for n in range(3000)], [(n, 1.0) for n in range(1, 3000, 50)]),
+    ],
+)
+def test_any_course_of_a_training_can_be_drawn(
+    losses: list[float], validations: list[tuple[int, float]], tmp_path: Path
+) -> None:
+    assert draw(tmp_path / "loss.png", losses, validations) == (1280, 768)
+
+
+def test_smoothing_takes_as_many_steps_before_as_after() -> None:
+    losses = [0.0] * 80
+    losses[40] = 5.0
+    course = smoothed(losses)
+    assert course.tolist() == [1.0 if 38 <= n <= 42 else 0.0 for n in range(80)]
+
+
+def test_smoothing_begins_and_ends_with_the_losses_themselves() -> None:
+    losses = [float(n * n) for n in range(200)]
+    assert (smoothed(losses)[0], smoothed(losses)[-1]) == (0.0, 199.0**2)
+
+
+@given(st.integers(1, 300), st.floats(-5, 5), st.floats(-5, 5))
+def test_smoothing_leaves_a_straight_line_alone(count: int, start: float, slope: float) -> None:
+    line = start + slope * np.arange(count)
+    assert smoothed(line.tolist()) == pytest.approx(line, abs=1e-8)
