@@ -1,7 +1,8 @@
 """The trainer: steps, evaluations and predictions of one model on a cluster's workers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+import operator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -226,7 +227,7 @@ class Trainer:
 
     async def fit(
         self, data: Any, steps: int | None = None, *, ahead: int = 0
-    ) -> AsyncIterator[StepResult]:
+    ) -> AsyncGenerator[StepResult, None]:
         """Train on `data`, yielding every step's result in order.
 
         Args:
@@ -236,6 +237,8 @@ class Trainer:
             ahead: how many steps to have in flight while the caller looks at a result. With 0 the
                 weights in the loop's body are those after the step it is shown.
         """
+        if steps is not None and steps < 1:
+            return
         if hasattr(data, "bind"):
             data.bind(getattr(self.model, "context", None))
         flying: list[Pending[StepResult]] = []
@@ -277,11 +280,10 @@ class Trainer:
         Raises:
             BatchError: the prompt is empty or holds no valid ids.
         """
-        if not prompt:
-            raise BatchError("the prompt is empty: give at least one token id")
+        ids = _token_ids(prompt)
         generator = torch.Generator().manual_seed(seed)
         context = getattr(self.model, "context", None)
-        ids = list(prompt)
+        given = len(ids)
         for _ in range(tokens):
             window = ids if context is None else ids[-context:]
             logits_BTV = await self.predict(torch.tensor([window], dtype=torch.int64))
@@ -289,7 +291,7 @@ class Trainer:
                 logits_BTV[0, -1], temperature=temperature, top_k=top_k, generator=generator
             )
             ids.append(chosen)
-        return ids[len(prompt) :]
+        return ids[given:]
 
     def _submit(
         self,
@@ -354,6 +356,16 @@ class Trainer:
     @property
     def _workers(self) -> list[int]:
         return sorted(set(self.plan.workers))
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        ids = [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise BatchError(f"the prompt holds something that is no token id: {error}") from error
+    if not ids:
+        raise BatchError("the prompt is empty: give at least one token id")
+    return ids
 
 
 def _check_weights(

@@ -55,7 +55,7 @@ class Courier:
             Done when the peer has taken the tensors; until then they must not change.
 
         Raises:
-            TypeError: the value holds something that cannot travel; nothing was sent.
+            TypeError, ValueError: the value holds something that cannot travel; nothing was sent.
         """
         layout, tensors = pack(value)
         orders = tuple(_memory_order(tensor) for tensor in tensors)

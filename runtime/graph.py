@@ -22,7 +22,6 @@ class Kind(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     TIE_GRADIENT = "tie_gradient"
-    VOTE = "vote"
     COMMIT = "commit"
     UPDATE = "update"
     REFRESH = "refresh"
@@ -149,9 +148,14 @@ def split(graph: Graph, workers: int) -> Split:
 
     A value that several ops of another worker read is sent there once. An `after` edge across
     workers becomes a message without tensors. Every worker gets a program, if only an empty one.
+
+    Raises:
+        ValueError: an op is on a worker that does not exist.
     """
     cut = _Cut(workers)
-    for op in graph.ops:
+    for index, op in enumerate(graph.ops):
+        if not 0 <= op.worker < workers:
+            raise ValueError(f"op {index} ({op}) is on worker {op.worker} of {workers}")
         cut.place(op)
     return cut.result(graph)
 

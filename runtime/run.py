@@ -17,7 +17,7 @@ import msgspec
 from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.devices.port import Device, Outcome, Ticket
 from myelin.runtime.executor import Executor, RunState
-from myelin.runtime.graph import COORDINATOR, Kind, Op, Stream, readers
+from myelin.runtime.graph import ARRIVALS, COORDINATOR, Kind, Op, Stream, readers
 from myelin.runtime.jitter import Delays
 from myelin.runtime.messages import (
     Failure,
@@ -136,8 +136,12 @@ class ActiveRun:
         """Start what needs nothing."""
         self._carry_out(self._scheduler.start())
 
+    def expects(self, op: int) -> bool:
+        """Whether `op` is one of this run's arrivals and has not come yet."""
+        return 0 <= op < len(self._ops) and self._ops[op].kind in ARRIVALS and not self._over[op]
+
     def arrived(self, op: int, value: Any) -> None:
-        """Take the message that the arrival op `op` stands for."""
+        """Take the message that the arrival op `op` stands for; see `expects`."""
         if self._closed:
             return
         self._values[op] = value

@@ -12,8 +12,7 @@ heap of its stream, and leaves it in order of priority as soon as fewer than `ru
 stream are issued and not finished.
 
 Source: the loop of arXiv 2110.13005, Alg. 2. Departures: when both are ready a backward goes before
-    a
-forward, where the paper takes arrival order; sends are ops of their own.
+a forward, where the paper takes arrival order; sends are ops of their own.
 """
 
 import enum
@@ -74,7 +73,6 @@ Command = Launch | Transmit | StepDone | Drained
 
 _URGENCY = {
     Kind.TIE_GRADIENT: 0,
-    Kind.VOTE: 0,
     Kind.COMMIT: 0,
     Kind.UPDATE: 0,
     Kind.REFRESH: 0,
@@ -125,6 +123,8 @@ class Schedule:
         on_finish: list[list[int]] = [[] for _ in ops]
         behind: list[list[int]] = [[] for _ in ops]
         for earlier, later in edges(program):
+            if ops[later].kind in ARRIVALS:
+                raise ValueError(f"op {later} ({ops[later]}) waits for a message and for ops too")
             self.waits[later] += 1
             if _on_device(ops[earlier]) and _on_device(ops[later]):
                 on_issue[earlier].append(later)

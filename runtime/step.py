@@ -6,12 +6,12 @@ Three kinds of edges do all the ordering that a step needs:
   summed in the same order whatever the timing (channels are FIFO, so a chain costs nothing);
 - the limit: the first forward of microbatch m comes after microbatch m - limit has been retired.
 
-No weight changes before every worker has voted that all its backwards are over: an op that raises
-anywhere leaves all weights untouched. The vote is one short message a worker and step; the last
-stage would be idle meanwhile.
+No weight changes before the COMMIT. It follows the first stage's last backward, which by the chains
+comes after every forward and backward of all workers: an op that raises anywhere leaves all weights
+untouched. That costs one short message a worker and step; the last stage would be idle meanwhile.
 
 Source: the inter-layer phase of arXiv 2110.13005, Alg. 2. Departures: the limit is a parameter; the
-    vote.
+commit.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class _Builder:
             if self.backward:
                 self._add_backwards(microbatch)
         if self.graph.phase is Phase.TRAIN:
-            self._add_updates(self._add_vote())
+            self._add_updates(self._add_commit())
         return self.graph
 
     def _op(self, kind: Kind, stage: int, **marks: object) -> int:
@@ -120,16 +120,9 @@ class _Builder:
                     )
                     tied.setdefault(owner, []).append(gradient)
 
-    def _add_vote(self) -> int:
-        """Add one VOTE a worker, after all its backwards, and the COMMIT after all votes."""
-        votes = []
-        final = self.shape.microbatches - 1
-        for worker in dict.fromkeys(self.shape.placement):
-            stages = [s for s, w in enumerate(self.shape.placement) if w == worker]
-            over = tuple(self.backwards[stage, final] for stage in stages)
-            votes.append(self.graph.add(Op(Kind.VOTE, worker, after=over)))
-        root = self.shape.placement[0]
-        return self.graph.add(Op(Kind.COMMIT, root, after=tuple(votes)))
+    def _add_commit(self) -> int:
+        """Add the COMMIT, after the backward that all forwards and backwards come before."""
+        return self._op(Kind.COMMIT, 0, after=(self.backwards[0, self.shape.microbatches - 1],))
 
     def _add_updates(self, commit: int) -> None:
         updates = [

@@ -50,7 +50,6 @@ class StepExecutor:
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.TIE_GRADIENT: self._tie_gradient,
-            Kind.VOTE: self._nothing,
             Kind.COMMIT: self._nothing,
             Kind.UPDATE: self._update,
             Kind.REFRESH: self._refresh,
@@ -195,7 +194,7 @@ class StepExecutor:
         self._parameter(tie.user_stage, tie.user_block, tie.user_name).detach().copy_(value)
 
     def _nothing(self, op: Op, state: RunState, inputs: Sequence[Any]) -> None:
-        """A VOTE or a COMMIT says all by being over."""
+        """A COMMIT says all by being over."""
 
     def _stage(self, op: Op) -> Stage:
         assert op.stage is not None

@@ -163,7 +163,7 @@ class Worker:
         self._active = run = ActiveRun(start, installed, self)
         run.begin()
         for op, value in self._mailbox.take(start.run):
-            run.arrived(op, value)
+            self._hand_on(run, op, value, None)
 
     def _request(self, message: Request) -> None:
         self._requesting = True
@@ -283,14 +283,20 @@ class Worker:
             waiting = self._assigned[number]
             waiting.set_result(value) if error is None else waiting.set_exception(error)
         elif self._active is not None and self._active.run == number:
-            if error is None:
-                self._active.arrived(op, value)
-            else:
-                self._active.lost(op, error)
+            self._hand_on(self._active, op, value, error)
         elif error is None:
             self._mailbox.hold(number, op, value)
         else:
             self._tell(m.RunFailed(number, failure_of(error, "receive")))
+
+    def _hand_on(self, run: ActiveRun, op: int, value: Any, error: BaseException | None) -> None:
+        if not run.expects(op):
+            text = f"a message came for op {op} of run {run.run}, which expects none (any more)"
+            self._tell(m.PeerFault(None, "unknown", text))
+        elif error is None:
+            run.arrived(op, value)
+        else:
+            run.lost(op, error)
 
     def _send(self, peer: int, message: msgspec.Struct) -> None:
         """Send, making the outbox at the first message to a peer."""

@@ -8,12 +8,11 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 from rich.console import Console
 from rich.text import Text
@@ -141,7 +140,7 @@ class Training:
     async def _learn(self, trainer: Trainer) -> None:
         self._began_s = time.monotonic()
         results = trainer.fit(self._data, self._settings.steps)
-        async with aclosing(cast("AsyncGenerator[StepResult, None]", results)):
+        async with aclosing(results):
             async for result in results:
                 self._take(result)
                 over = self._over()

@@ -86,6 +86,8 @@ class CpuDevice:
         done: Callable[[Outcome], None],
     ) -> Ticket:
         """See `Device`."""
+        if self._closing:
+            raise RuntimeError(f"{self._name} was closed: it takes no more ops")
         launch = _Launch(work, after, done)
         self._queue(op.stream).put(launch)
         return launch.ticket

@@ -70,6 +70,9 @@ class Device(Protocol):
 
         Returns:
             The ticket of this op.
+
+        Raises:
+            RuntimeError: the device was closed.
         """
         ...
 

@@ -363,3 +363,10 @@ async def test_an_error_in_one_report_does_not_hold_up_the_reports_behind_it() -
     await over
     await device.close()
     assert logged == [error]
+
+
+async def test_a_closed_device_takes_no_more_ops() -> None:
+    device = CpuDevice("closed")
+    await device.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        device.launch(COMPUTE, lambda: None, after=(), done=lambda outcome: None)

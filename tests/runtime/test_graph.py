@@ -278,3 +278,11 @@ def test_a_program_with_something_unknown_in_it_is_refused() -> None:
     plain["ops"][0]["surprise"] = 1
     with pytest.raises(msgspec.ValidationError, match="surprise"):
         msgspec.convert(plain, Program)
+
+
+@pytest.mark.parametrize("worker", [-1, 2])
+def test_an_op_on_a_worker_that_does_not_exist_cannot_be_split(worker: int) -> None:
+    graph = Graph(Phase.CALLS)
+    graph.add(Op(Kind.CALL, worker=worker))
+    with pytest.raises(ValueError, match=f"on worker {worker} of 2"):
+        split(graph, 2)

@@ -89,7 +89,7 @@ def test_a_step_on_two_workers_takes_these_times() -> None:
         ("forward stage=1 microbatch=1", 5.0, 6.0),
         ("backward stage=1 microbatch=1", 6.0, 8.0),
     ]
-    assert [op.kind for op in last.order(Kind.VOTE, Kind.UPDATE)] == [Kind.VOTE, Kind.UPDATE]
+    assert [op.kind for op in first.order(Kind.COMMIT, Kind.UPDATE)] == [Kind.COMMIT, Kind.UPDATE]
 
 
 def test_the_log_has_every_event_with_what_the_scheduler_answered() -> None:

@@ -43,11 +43,9 @@ def test_the_graph_of_a_small_training_step_is_exactly_this() -> None:
         "forward stage=1 microbatch=1 @1 < 6, 1 | 3",
         "backward stage=1 microbatch=1 @1 <  | 7, 4",
         "backward stage=0 microbatch=1 @0 < 8 | 6, 5",
-        "vote @0 <  | 9",
-        "vote @1 <  | 8",
-        "commit @0 <  | 10, 11",
-        "update stage=0 @0 <  | 12",
-        "update stage=1 @1 <  | 12",
+        "commit stage=0 @0 <  | 9",
+        "update stage=0 @0 <  | 10",
+        "update stage=1 @1 <  | 10",
     ]
 
 
@@ -60,7 +58,6 @@ def test_the_graph_of_a_small_training_step_is_exactly_this() -> None:
                 Kind.LOAD: 2,
                 Kind.FORWARD: 15,
                 Kind.BACKWARD: 15,
-                Kind.VOTE: 2,
                 Kind.COMMIT: 1,
                 Kind.UPDATE: 3,
             },
@@ -135,23 +132,30 @@ def test_a_microbatch_enters_once_the_one_that_makes_room_for_it_is_retired(
         assert names(graph, first.after) == [*chain, *room]
 
 
-def test_every_worker_votes_once_after_the_last_backward_of_each_of_its_stages() -> None:
-    graph = build_step(StepShape((1, 0, 1, 2), microbatches=3, limit=8), Phase.TRAIN)
-    assert {op.worker: names(graph, op.after) for op in only(graph, Kind.VOTE)} == {
-        1: ["backward stage=0 microbatch=2", "backward stage=2 microbatch=2"],
-        0: ["backward stage=1 microbatch=2"],
-        2: ["backward stage=3 microbatch=2"],
-    }
+@pytest.mark.parametrize("ties", [(), ((0, 3), (1, 2))])
+def test_the_commit_comes_after_every_forward_and_backward(
+    ties: tuple[tuple[int, int], ...],
+) -> None:
+    graph = build_step(StepShape((1, 0, 1, 2), 3, limit=8, ties=ties), Phase.TRAIN)
+    (commit,) = only(graph, Kind.COMMIT)
+    before, unseen = set[int](), list(commit.after)
+    while unseen:
+        index = unseen.pop()
+        before.add(index)
+        unseen += [
+            i for i in (*graph.ops[index].inputs, *graph.ops[index].after) if i not in before
+        ]
+    work = {Kind.LOAD, Kind.FORWARD, Kind.BACKWARD, Kind.TIE_GRADIENT}
+    assert before == {index for index, op in enumerate(graph.ops) if op.kind in work}
 
 
-def test_no_stage_is_updated_before_all_votes_are_in() -> None:
+def test_no_stage_is_updated_before_the_commit() -> None:
     graph = build_step(StepShape((1, 0, 1, 2), microbatches=3, limit=8), Phase.TRAIN)
     (commit,) = only(graph, Kind.COMMIT)
     assert commit.worker == 1  # where the first stage is
-    assert [graph.ops[i].kind for i in commit.after] == [Kind.VOTE] * 3
     updates = only(graph, Kind.UPDATE)
     assert [(op.stage, op.worker) for op in updates] == [(0, 1), (1, 0), (2, 1), (3, 2)]
-    assert all(names(graph, op.after) == ["commit"] for op in updates)
+    assert all(names(graph, op.after) == ["commit stage=0"] for op in updates)
 
 
 def test_the_gradient_of_a_tied_weight_goes_to_its_owner_microbatch_by_microbatch() -> None:
@@ -206,13 +210,13 @@ def test_a_step_without_a_stage_a_microbatch_or_room_for_one_is_refused(
         StepShape(placement, microbatches, limit)
 
 
-def test_activations_gradients_and_votes_are_the_only_messages_of_a_training_step() -> None:
+def test_activations_gradients_and_the_commit_are_the_only_messages_of_a_training_step() -> None:
     shape = StepShape((0, 1), microbatches=2, limit=4)
     cut = split(build_step(shape, Phase.TRAIN), 2)
     sent = {w: [str(op) for op in p.ops if op.kind is Kind.SEND] for w, p in cut.programs.items()}
     assert sent == {
-        0: ["send stage=0 microbatch=0", "send stage=0 microbatch=1", "send"],
-        1: ["send stage=1 microbatch=0", "send stage=1 microbatch=1", "send"],
+        0: ["send stage=0 microbatch=0", "send stage=0 microbatch=1", "send stage=0"],
+        1: ["send stage=1 microbatch=0", "send stage=1 microbatch=1"],
     }
 
 
