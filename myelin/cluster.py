@@ -17,6 +17,7 @@ from myelin.plan import Plan
 from myelin.runtime import messages as m
 from myelin.runtime.jitter import Jitter
 from myelin.runtime.optimizer import AdamW, Optimizer
+from myelin.runtime.process import own_index
 from myelin.trainer import Trainer
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -83,10 +84,11 @@ class Cluster:
 
         Raises:
             HandshakeError: a worker did not start; the message has its last words.
-            ClusterError: this object was used before.
+            ClusterError: this object was used before, or this process is itself a worker.
         """
         if self._state is not _State.NEW:
             raise ClusterError(f"this cluster was {self._state.value}; make a new one")
+        _check_no_worker()
         self._state = _State.OPEN
         self._watch_sigterm()
         try:
@@ -205,6 +207,16 @@ class Cluster:
             self._watching_sigterm = False
         if self._terminated:
             raise SystemExit(_TERMINATED)
+
+
+def _check_no_worker() -> None:
+    """Keep a script that a worker imports from starting workers that import it, and so on."""
+    index = own_index()
+    if index is not None:
+        raise ClusterError(
+            f"worker {index} of a cluster cannot have a cluster of its own; if it has imported "
+            'your script, have that do its work under `if __name__ == "__main__":`'
+        )
 
 
 def _ties(

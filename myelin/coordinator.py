@@ -6,6 +6,7 @@ each. It owns no process and no socket (see `myelin.cluster`).
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ from myelin.runtime.courier import Courier
 from myelin.runtime.graph import Graph, split
 from myelin.runtime.jitter import Delays
 from myelin.transports.datapath import DataPath
+
+log = logging.getLogger(__name__)
 
 _SUSPICION_S = 2.0  # how long the end of a killed worker may take to become known to us
 _LEFT = "the cluster was left while this was under way"
@@ -431,9 +434,7 @@ class Coordinator:
         """End everything with `error`: without this worker the cluster cannot go on."""
         if self._broken is not None:
             return
-        first = next(iter(self._runs.values()), None)
-        if first is not None:
-            first[0].fail(error)  # asyncio warns if nobody looks at this one; once is enough
+        log.warning("the cluster cannot go on: %s", error)  # in case nobody awaits anything
         self._break(error)
         self._path.drop(worker, str(error))
 

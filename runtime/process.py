@@ -42,6 +42,7 @@ _FORCED_EXIT_S = 3.0
 _LOOK_EVERY_S = 1.0
 _BROKEN = 70
 _ORPHANED = 75
+_own_index: int | None = None
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,9 +67,16 @@ def black_box_path(directory: str, worker: int) -> Path:
     return Path(directory) / f"w{worker}.doing"
 
 
+def own_index() -> int | None:
+    """Return the index of the worker that this process is, or None."""
+    return _own_index
+
+
 def main() -> None:
     """Serve until the coordinator says so or is gone."""
+    global _own_index
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    _own_index = config.index
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle
     sys.path[:] = list(dict.fromkeys((*config.sys_path, *sys.path)))
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -53,12 +53,17 @@ def draw_losses(
 
 
 def smoothed(losses: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Return the mean around each step, over as many steps before as after, fewer at the ends."""
+    """Return the mean around each step, over as many steps before as after.
+
+    Near the beginning, where the loss falls steeply, over fewer steps on both sides; near the end
+    over those that there are.
+    """
     count = len(losses)
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     steps = np.arange(count)
-    half = np.minimum(round(count * _SMOOTHED), np.minimum(steps, count - 1 - steps))
-    means: npt.NDArray[np.float64] = (sums[steps + half + 1] - sums[steps - half]) / (2 * half + 1)
+    half = np.minimum(round(count * _SMOOTHED), steps)
+    first, end = steps - half, np.minimum(steps + half + 1, count)
+    means: npt.NDArray[np.float64] = (sums[end] - sums[first]) / (end - first)
     return means
 
 
@@ -108,7 +113,7 @@ def _dress(axes: Axes, steps: int, unit: str) -> None:
     axes.set_xlim(0, max(steps, 2))
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel(f"loss ({unit})", color=_INK)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8))
     axes.grid(color=_LINES, linewidth=0.8)

@@ -4,8 +4,7 @@ Rates and busy shares are those of the last steps, weighted by time, without the
 validation took. Times are seconds of any monotonic clock, counted from the first step's order.
 """
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,7 +61,7 @@ class _Step:
 
 
 class Meter:
-    """Follows one training.
+    """Follows one training; `status` may be called in any thread while steps are taken in.
 
     Args:
         steps: how many steps it has at most, or None.
@@ -71,7 +70,7 @@ class Meter:
 
     def __init__(self, *, steps: int | None, limit_s: float | None) -> None:
         self._most_steps, self._limit_s = steps, limit_s
-        self._recent: deque[_Step] = deque(maxlen=WINDOW)
+        self._recent: tuple[_Step, ...] = ()  # replaced as a whole: another thread may read it
         self._smoothed = Smoothed()
         self._steps, self._since_s = 0, 0.0
         self._loss: float | None = None
@@ -81,7 +80,8 @@ class Meter:
         """Take in a step that ended at `at_s`."""
         computing = {w: share * result.elapsed_s for w, share in result.busy.items()}
         took_s = at_s - self._since_s
-        self._recent.append(_Step(result.tokens, took_s, computing, result.elapsed_s))
+        step = _Step(result.tokens, took_s, computing, result.elapsed_s)
+        self._recent = (*self._recent, step)[-WINDOW:]
         self._loss = self._smoothed.add(result.loss)
         self._steps += 1
         self._since_s = at_s
@@ -93,38 +93,40 @@ class Meter:
 
     def status(self, at_s: float) -> Status:
         """Return the figures as of `at_s`."""
-        took_s = sum(step.took_s for step in self._recent)
-        left_s, share = self._left(at_s, took_s)
+        recent = self._recent
+        took_s = sum(step.took_s for step in recent)
+        left_s, share = self._left(at_s, took_s / len(recent) if recent else None)
         return Status(
             steps=self._steps,
             loss=self._loss,
             validation=self._validation,
-            tokens_per_s=sum(step.tokens for step in self._recent) / took_s if took_s else 0.0,
-            busy=self._busy(),
+            tokens_per_s=sum(step.tokens for step in recent) / took_s if took_s else 0.0,
+            busy=_busy(recent),
             elapsed_s=at_s,
             left_s=left_s,
             share=share,
         )
 
-    def _busy(self) -> dict[int, float]:
-        elapsed_s = sum(step.elapsed_s for step in self._recent)
-        workers = sorted({w for step in self._recent for w in step.computing_s})
-        return {
-            w: sum(step.computing_s.get(w, 0.0) for step in self._recent) / elapsed_s
-            for w in workers
-            if elapsed_s
-        }
-
-    def _left(self, at_s: float, took_s: float) -> tuple[float | None, float]:
+    def _left(self, at_s: float, step_s: float | None) -> tuple[float | None, float]:
         """Return the time left and the share done, by whichever limit is reached first."""
         ways: list[tuple[float | None, float]] = []
         if self._limit_s is not None:
             ways.append((max(0.0, self._limit_s - at_s), min(1.0, at_s / self._limit_s)))
         if self._most_steps is not None:
             missing = self._most_steps - self._steps
-            left_s = missing * took_s / len(self._recent) if self._recent else None
+            left_s = None if step_s is None else missing * step_s
             ways.append((left_s, self._steps / self._most_steps))
         if not ways:
             return None, 0.0
         known = [way for way in ways if way[0] is not None]
         return min(known, key=lambda way: way[0] or 0.0) if known else ways[0]
+
+
+def _busy(steps: Sequence[_Step]) -> dict[int, float]:
+    elapsed_s = sum(step.elapsed_s for step in steps)
+    workers = sorted({worker for step in steps for worker in step.computing_s})
+    return {
+        worker: sum(step.computing_s.get(worker, 0.0) for step in steps) / elapsed_s
+        for worker in workers
+        if elapsed_s
+    }

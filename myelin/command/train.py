@@ -34,7 +34,7 @@ FAILED: Final = 1
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
 
-_TEMPERATURE: Final = 0.8
+_TEMPERATURE: Final = 0.9  # a little below the model's own; with less it may write only spaces
 _PROMPT_LINES: Final = 4
 _PROMPT_WIDTH: Final = 200  # characters, where a text has no lines
 
@@ -215,9 +215,10 @@ def _summarise(folder: Path, settings: TrainSettings, data: TextData, record: Re
     console.print(Text(report.describe_losses(settings, data, record), style="bold"))
     console.print(Text(f"{report.describe_pace(record)}; {report.describe_busy(record)}"))
     console.print()
+    width = max(len(str(folder / name)) for name in files)
     for name, what in files.items():
         if (folder / name).exists():
-            console.print(Text.assemble(f"{folder / name}", (f"  {what}", "dim")))
+            console.print(Text.assemble(f"{folder / name}".ljust(width), (f"  {what}", "dim")))
     if record.sample is not None:
         console.print()
         console.print(Text(shown(record.sample.prompt), style="dim"), end="")

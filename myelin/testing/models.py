@@ -113,6 +113,13 @@ def repeated(width: int = 4, blocks: int = 4, owner: int = 0) -> Parts:
     return Parts((partial(Square, width),) * blocks, functional.mse_loss, tuple(ties))
 
 
+def crossed(width: int = 4) -> Parts:
+    """Share two weights of one shape in the first block with one later block each: x_BD -> y_BD."""
+    first = partial(Pair, width)
+    ties = (Tie(0, "one.weight", 1, "linear.weight"), Tie(0, "other.weight", 2, "linear.weight"))
+    return Parts((first, partial(Square, width), partial(Square, width)), functional.mse_loss, ties)
+
+
 def averaging(width: int = 4, call: int = -1) -> Modules:
     """Put another tensor in the place of a buffer at every forward: x_BD -> y_BD.
 
@@ -280,6 +287,18 @@ class Square(nn.Module):
     def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
         """Return y_BD."""
         return torch.tanh(self.linear(x_BD))
+
+
+class Pair(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        """Return y_BD."""
+        return self.other(torch.tanh(self.one(x_BD)))  # type: ignore[no-any-return]
 
 
 class Average(nn.Module):

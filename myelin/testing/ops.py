@@ -10,13 +10,19 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from myelin.models.losses import Loss
 from myelin.testing.models import Failing, Modules, Where, mlp
 
 _LOOK_EVERY_S = 0.002
@@ -160,6 +166,12 @@ class Gate:
         Path(f"{self.path}.open").touch()
 
 
+def tensors_alive(*values: Any) -> int:
+    """Return how many tensors this process has."""
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
 def pass_gate(path: str, value: Any = None) -> Any:
     """Return the value once the gate is open."""
     Path(f"{path}.here").touch()
@@ -203,6 +215,45 @@ class Gated(Failing):
         self.calls += 1
         if self.calls - 1 == self.call:
             pass_gate(self.gate)
+
+
+def gated_update(gate: str) -> Modules:
+    """Return `mlp`; the next optimizer step of this process comes to a gate."""
+    _before_next_update(partial(pass_gate, gate))
+    return mlp()
+
+
+def torn_update(path: str) -> Modules:
+    """Return `mlp`; of the next optimizer steps of all processes the first one raises."""
+
+    def fail_once() -> None:
+        with suppress(FileExistsError), open(path, "x"):
+            raise RuntimeError("planted")
+
+    _before_next_update(fail_once)
+    return mlp()
+
+
+def _before_next_update(call: Callable[[], object]) -> None:
+    calls = [call]
+
+    def hook(*_: Any) -> None:  # stays where it is: other threads may be going through all hooks
+        with suppress(IndexError):
+            calls.pop()()
+
+    register_optimizer_step_pre_hook(hook)
+
+
+def unbuildable(block: int) -> tuple[list[Callable[[], nn.Module]], Loss]:
+    """Return builders of which one raises, though not on the meta device."""
+
+    def build(index: int) -> nn.Module:
+        made = nn.Linear(4, 4)
+        if index == block and made.weight.device.type != "meta":
+            raise ValueError("planted")
+        return made
+
+    return [partial(build, index) for index in range(3)], functional.mse_loss
 
 
 def poisonable(width: int = 4, depth: int = 3) -> Modules:

@@ -4,12 +4,14 @@ import gc
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 
+import myelin
 from myelin.testing.ops import Gate
 
 
@@ -64,3 +66,33 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets for the models of `myelin.testing`, four rows each."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator)
+
+
+JITTER = myelin.Jitter(op_s=0.001, message_s=0.001)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def inside() -> AsyncIterator[myelin.Cluster]:
+    """A cluster inside this process, for all tests of a module."""
+    async with myelin.Cluster(0, jitter=JITTER) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def outside() -> AsyncIterator[myelin.Cluster]:
+    """A cluster of two processes, for all tests of a module."""
+    cluster = myelin.Cluster(2, jitter=JITTER)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", None)  # not that of a single test
+        await cluster.__aenter__()
+    yield cluster
+    await cluster.__aexit__(None, None, None)
+
+
+@pytest.fixture(
+    params=["inside", pytest.param("outside", marks=[pytest.mark.processes, pytest.mark.slow])]
+)
+def cluster(request: pytest.FixtureRequest) -> myelin.Cluster:
+    """Each of the two."""
+    found: myelin.Cluster = request.getfixturevalue(request.param)
+    return found

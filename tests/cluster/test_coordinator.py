@@ -1,5 +1,4 @@
 import asyncio
-import gc
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -658,24 +657,26 @@ async def test_what_a_user_has_given_up_does_not_keep_the_rest_from_ending(desk:
         await hasty
 
 
-async def test_one_of_the_runs_that_a_lost_worker_ends_must_be_looked_at(
-    desk: Desk, noise: list[str]
+async def test_a_lost_worker_is_logged_once_and_nobody_need_look_at_the_runs(
+    desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     await desk.submitted(desk.lane(), *[desk.step(Phase.EVALUATE)] * 3)
     desk.coordinator.worker_ended(1, "was killed by SIGKILL")
-    desk.coordinator = Coordinator(0, send=desk._send, path=desk.path, doing=desk.doing.get)
-    await tick()
-    gc.collect()
-    (told,) = noise
-    assert "was killed by SIGKILL" in told
-    noise.clear()
+    desk.coordinator.worker_ended(0, "was killed by SIGKILL")
+    desk.coordinator.close()
+    assert caplog.messages == [
+        "the cluster cannot go on: worker 1 was killed by SIGKILL; it was running no op"
+    ]
 
 
-async def test_leaving_ends_what_is_under_way_and_nobody_need_look_at_it(desk: Desk) -> None:
+async def test_leaving_ends_what_is_under_way_and_nobody_need_look_at_it(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
     lane, program = desk.lane(), desk.step()
     (run,) = await desk.submitted(lane, program)
     desk.coordinator.receive(0, m.RunFailed(run.number, CLOSED))  # its time does not come any more
     desk.coordinator.close()
+    assert caplog.messages == []
     assert run.settled.is_set()
     with pytest.raises(ClusterError, match=r"this cluster was left: use it inside"):
         desk.coordinator.submit(lane, program, {}, step=0)

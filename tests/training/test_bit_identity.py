@@ -85,6 +85,7 @@ def shaken(seed: int) -> Jitter:
     return Jitter(seed=seed, op_s=0.0003, message_s=0.0005)
 
 
+@pytest.mark.slow
 def test_the_plain_loop_learns_and_its_settings_change_its_bits() -> None:
     outcomes = [
         plain(model, ADAMW, microbatches)

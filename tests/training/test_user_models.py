@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Model, Make]] = {
     "buffers replaced": (Model(models.averaging), vectors),
     "classes": (Model(models.classifier), classes),
     "weight used often": (Model(models.repeated, blocks=3), vectors),
+    "two weights in two blocks each": (Model(models.crossed), vectors),
     "double precision": (Model(models.wide), wide_vectors),
 }
 EACH = pytest.mark.parametrize(("model", "make"), CASES.values(), ids=CASES.keys())
