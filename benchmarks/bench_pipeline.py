@@ -4,7 +4,7 @@ Both run in turn, step by step, in one run, since machines drift: plain, Myelin,
 Prints one JSON object as its last line.
 
     python benchmarks/bench_pipeline.py
-    python benchmarks/bench_pipeline.py --stages 2 --placement 0,1
+    python benchmarks/bench_pipeline.py --stages 4 --placement 0,1,0,1
 """
 
 import argparse
@@ -40,8 +40,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256, help="sequence length")
     parser.add_argument("--batch", type=int, default=16, help="rows of a batch")
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches of a batch")
-    parser.add_argument("--stages", type=int, default=4, help="pipeline stages")
-    parser.add_argument("--placement", default="0,1,0,1", help="the worker of each stage")
+    parser.add_argument("--stages", type=int, default=2, help="pipeline stages")
+    parser.add_argument("--placement", default="0,1", help="the worker of each stage")
     parser.add_argument("--limit", type=int, default=None, help="microbatches in flight")
     parser.add_argument("--cuts", default=None, help="first block of each stage but the first")
     parser.add_argument("--steps", type=int, default=7, help="measured steps of each")
@@ -84,7 +84,8 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             plain_ended = time.perf_counter()
             result = await trainer.step(batch)
             ended = time.perf_counter()
-            assert result.loss == plain_loss, f"step {step}: {result.loss} is not {plain_loss}"
+            if result.loss != plain_loss:
+                raise SystemExit(f"step {step}: the loss {result.loss} is not {plain_loss}")
             if step >= arguments.warmup:
                 plain_s.append(plain_ended - began)
                 ours_s.append(ended - plain_ended)
@@ -102,7 +103,6 @@ def _figures(
         "plain_loop_s": _spread(plain_s),
         "step_s": _spread(ours_s),
         "idle_fraction": statistics.median(idle),
-        "losses_equal": True,
         "machine": {"cores": os.cpu_count(), "processor": platform.machine()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
