@@ -8,7 +8,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from myelin.errors import (
     TransportError,
     ValueReleased,
 )
-from myelin.lane import Lane
+from myelin.lane import Lane, Pause
 from myelin.run import Distributed, Run, RunReport, look_at
 from myelin.runtime import messages as m
 from myelin.runtime.courier import Courier
@@ -229,6 +230,34 @@ class Coordinator:
         lane.add(run)
         asyncio.get_running_loop().call_soon(self._dispatch, lane)
         return run
+
+    @asynccontextmanager
+    async def pause(
+        self, lane: Lane, *, after: Awaitable[Any] | None = None
+    ) -> AsyncIterator[None]:
+        """Run the block between the runs that are queued by now and those that come later.
+
+        Args:
+            lane: the queue.
+            after: what of it is awaited first, so that its error is raised without delay.
+
+        Raises:
+            ClusterError: the cluster broke, or was left, before it came to that.
+        """
+        pause = Pause()
+        lane.add(pause)
+        try:
+            self._dispatch(lane)
+            self.check()
+            if after is not None:
+                await after
+            await pause.reached.wait()
+            self.check()
+            yield
+        finally:
+            lane.end(pause)
+            self._dispatch(lane)
+            self._tidy()
 
     def _dispatch(self, lane: Lane) -> None:
         while self._broken is None and (run := lane.next()) is not None:
@@ -451,6 +480,8 @@ class Coordinator:
         for run in [run for lane in self._lanes for run in lane.all()]:
             run.follow(error)
             run.settled.set()
+        for pause in [pause for lane in self._lanes for pause in lane.pauses()]:
+            pause.reached.set()
         for waiting in (*self._answers.values(), *self._values.values()):
             _resolve(waiting, None, error)
             look_at(waiting)  # whoever awaits it has it; nobody else needs a warning

@@ -4,9 +4,22 @@ Pure book-keeping: says which run may be dispatched, and which must end because 
 failed.
 """
 
+import asyncio
 import collections
+from dataclasses import dataclass, field
 
 from myelin.run import Run
+
+
+@dataclass(slots=True, eq=False)
+class Pause:
+    """A place in the queue at which its owner does something that is not a run.
+
+    Attributes:
+        reached: set once every run before it is over; the runs behind it wait for its end.
+    """
+
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Lane:
@@ -22,23 +35,35 @@ class Lane:
         if limit < 1:
             raise ValueError(f"limit={limit}: at least one run must be allowed in flight")
         self._limit, self._dependent = limit, dependent
-        self._queued: collections.deque[Run] = collections.deque()
+        self._queued: collections.deque[Run | Pause] = collections.deque()
         self._in_flight: list[Run] = []
         self.torn: BaseException | None = None  # why its owner's state is no longer whole
         self.retired = False  # no run will be added any more
 
-    def add(self, run: Run) -> None:
-        """Queue a run."""
-        self._queued.append(run)
+    def add(self, entry: Run | Pause) -> None:
+        """Queue a run or a pause."""
+        self._queued.append(entry)
 
     def next(self) -> Run | None:
-        """Return the next run to dispatch now, counted as in flight from here on, or None."""
-        ending = any(run.done.done() for run in self._in_flight)
-        if not self._queued or ending or self.torn or len(self._in_flight) >= self._limit:
+        """Return the next run to dispatch now, counted as in flight from here on, or None.
+
+        A pause whose turn it is is told so, and stays the next until it is ended.
+        """
+        head = self._queued[0] if self._queued else None
+        if isinstance(head, Pause):
+            if not self._in_flight:
+                head.reached.set()
             return None
-        run = self._queued.popleft()
-        self._in_flight.append(run)
-        return run
+        ending = any(run.done.done() for run in self._in_flight)
+        if head is None or ending or self.torn or len(self._in_flight) >= self._limit:
+            return None
+        self._queued.popleft()
+        self._in_flight.append(head)
+        return head
+
+    def end(self, pause: Pause) -> None:
+        """Let the runs behind a pause go on."""
+        self._queued.remove(pause)
 
     def drop(self, run: Run) -> bool:
         """Take a run out that is still queued; return whether it was."""
@@ -64,4 +89,8 @@ class Lane:
 
     def all(self) -> list[Run]:
         """Return every run that is not over."""
-        return [*self._in_flight, *self._queued]
+        return [*self._in_flight, *(entry for entry in self._queued if isinstance(entry, Run))]
+
+    def pauses(self) -> list[Pause]:
+        """Return every pause that is not over."""
+        return [entry for entry in self._queued if isinstance(entry, Pause)]

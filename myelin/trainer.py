@@ -12,6 +12,7 @@ from myelin.batch import checked_batch, checked_inputs, joined, rows_of
 from myelin.coordinator import Coordinator
 from myelin.data import batches_of
 from myelin.errors import BatchError, GraphError, ModelError
+from myelin.members import to_the_end
 from myelin.models.model import Description
 from myelin.models.sampling import sample
 from myelin.plan import Plan
@@ -142,7 +143,6 @@ class Trainer:
         self._lane = coordinator.lane(limit=plan.steps_in_flight, dependent=True)
         self._programs: dict[tuple[Phase, int], Distributed] = {}
         self._asked = 0
-        self._gradients_wanted = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<Trainer of {self.model!r}: {self.plan.pipeline} stages, {self.steps_done} steps>"
@@ -197,8 +197,8 @@ class Trainer:
 
         The names are those of `nn.Sequential(*blocks)`; the tensors belong to the caller.
         """
-        async with self._gradients_wanted:  # workers keep those of one run at a time
-            await self._submit(Phase.GRADIENTS, batch, self._asked, self._result)
+        pending = self._submit(Phase.GRADIENTS, batch, self._asked, self._result)
+        async with self._coordinator.pause(self._lane, after=pending):
             return await self._collect(m.State.GRADIENTS)
 
     async def weights(self) -> dict[str, torch.Tensor]:
@@ -206,24 +206,25 @@ class Trainer:
 
         The names are those of `nn.Sequential(*blocks).state_dict()`.
         """
-        return await self._collect(m.State.WEIGHTS)
+        async with self._coordinator.pause(self._lane):
+            return await self._collect(m.State.WEIGHTS)
 
     async def assign(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Overwrite parameters and buffers by name; names that are left out stay as they are.
 
+        Once it has begun to write, cancelling waits until all is written.
+
         Raises:
             ModelError: a name or a shape is not the model's; nothing was changed.
         """
-        await self._settled()
-        own = await self._coordinator.request_all(
-            lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES), self._workers
-        )
-        _check_weights(weights, {name: shape for part in own for name, shape in part.items()})
-        weights = _with_copies(weights, self._ties)
-        for worker, shapes in zip(self._workers, own, strict=True):
-            part = {name: weights[name] for name in shapes if name in weights}
-            request = m.Assign(self._coordinator.number(), self._number)
-            await self._coordinator.request(worker, request, value=part)
+        async with self._coordinator.pause(self._lane):
+            own = await self._coordinator.request_all(
+                lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES),
+                self._workers,
+            )
+            _check_weights(weights, {name: shape for part in own for name, shape in part.items()})
+            weights = _with_copies(weights, self._ties)
+            await to_the_end(self._overwrite(weights, own))
 
     async def fit(
         self, data: Any, steps: int | None = None, *, ahead: int = 0
@@ -340,13 +341,15 @@ class Trainer:
             busy={w: busy_s / report.elapsed_s for w, busy_s in report.busy_s.items()},
         )
 
-    async def _settled(self) -> None:
-        """Wait until nothing that was asked for before is under way."""
-        for run in self._lane.all():
-            await run.settled.wait()
+    async def _overwrite(
+        self, weights: Mapping[str, torch.Tensor], own: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for worker, shapes in zip(self._workers, own, strict=True):
+            part = {name: weights[name] for name in shapes if name in weights}
+            request = m.Assign(self._coordinator.number(), self._number)
+            await self._coordinator.request(worker, request, value=part)
 
     async def _collect(self, state: m.State) -> dict[str, torch.Tensor]:
-        await self._settled()
         parts = await self._coordinator.request_all(
             lambda _worker, number: m.Collect(number, self._number, state), self._workers
         )

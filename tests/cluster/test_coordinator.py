@@ -492,6 +492,74 @@ async def test_a_value_of_a_finished_run_fails_once_there_is_nobody_to_ask(
 # Programs and lanes
 
 
+async def pausing(desk: Desk, lane: Lane, log: list[str], after: Run | None = None) -> None:
+    async with desk.coordinator.pause(lane, after=None if after is None else after.done):
+        log.append("begun")
+        await asyncio.sleep(0)
+        log.append("over")
+
+
+async def test_a_pause_stands_in_the_queue_like_a_run(desk: Desk) -> None:
+    lane, program, log = desk.lane(), desk.step(), list[str]()
+    before = await desk.submitted(lane, program)
+    pause = asyncio.create_task(pausing(desk, lane, log))
+    await tick()
+    behind = await desk.submitted(lane, program)
+    assert [run for _, run in numbers(desk, m.Start)] == [before[0].number] * 2
+    assert log == []
+    desk.done(before[0])
+    await pause
+    assert log == ["begun", "over"]
+    await tick()
+    assert [run for _, run in numbers(desk, m.Start)] == [behind[0].number] * 2
+
+
+async def test_a_pause_that_was_cancelled_holds_nothing_up(desk: Desk) -> None:
+    lane, program, log = desk.lane(), desk.step(), list[str]()
+    (before,) = await desk.submitted(lane, program)
+    pause = asyncio.create_task(pausing(desk, lane, log))
+    await tick()
+    (behind,) = await desk.submitted(lane, program)
+    pause.cancel()
+    await asyncio.wait((pause,))
+    assert pause.cancelled()
+    assert [run for _, run in numbers(desk, m.Start)] == [
+        *[before.number] * 2,
+        *[behind.number] * 2,
+    ]
+    assert log == []
+
+
+async def test_the_failure_a_pause_waits_for_is_raised_before_all_is_over(desk: Desk) -> None:
+    lane, program, log = desk.lane(), desk.step(Phase.GRADIENTS), list[str]()
+    (run,) = await desk.submitted(lane, program)
+    pause = asyncio.create_task(pausing(desk, lane, log, after=run))
+    (behind,) = await desk.submitted(lane, desk.step())
+    desk.coordinator.receive(1, m.RunFailed(run.number, PLANTED))
+    with pytest.raises(OpError, match="planted"):
+        await pause
+    assert log == []
+    desk.drained(run)
+    assert behind.number
+
+
+@pytest.mark.parametrize("how", ["lost", "left"])
+async def test_a_pause_ends_when_the_cluster_does(desk: Desk, how: str) -> None:
+    lane, log = desk.lane(), list[str]()
+    await desk.submitted(lane, desk.step())
+    pause = asyncio.create_task(pausing(desk, lane, log))
+    await tick()
+    if how == "lost":
+        desk.coordinator.worker_ended(0, "was killed by SIGKILL")
+    else:
+        desk.coordinator.close()
+    with pytest.raises(ClusterError):
+        await pause
+    with pytest.raises(ClusterError):
+        await pausing(desk, lane, log)
+    assert (log, lane.pauses()) == ([], [])
+
+
 async def test_a_program_is_discarded_only_when_no_run_needs_it_any_more(desk: Desk) -> None:
     lane, program = desk.lane(limit=1), desk.step()
     first, second = await desk.submitted(lane, program, program)

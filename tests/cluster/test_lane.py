@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from myelin.lane import Lane
+from myelin.lane import Lane, Pause
 from myelin.run import Distributed, Run
 from myelin.runtime.graph import Phase, split
 from myelin.runtime.step import StepShape, build_step
@@ -48,6 +48,47 @@ async def test_a_torn_lane_dispatches_nothing() -> None:
     lane, _ = filled(1)
     lane.torn = ValueError("planted")
     assert lane.next() is None
+
+
+async def test_a_pause_is_reached_after_all_before_it_and_holds_all_behind_it_until_its_end() -> (
+    None
+):
+    lane, (first, second) = filled(2)
+    pause, third = Pause(), made(step=2)
+    lane.add(pause)
+    lane.add(third)
+    assert (lane.next(), lane.next(), lane.next()) == (first, second, None)
+    lane.settle(second)
+    assert lane.next() is None
+    assert not pause.reached.is_set()
+    lane.settle(first)
+    assert lane.next() is None
+    assert pause.reached.is_set()
+    assert (lane.all(), lane.pauses()) == ([third], [pause])
+    lane.end(pause)
+    assert (lane.next(), lane.pauses()) == (third, [])
+
+
+async def test_a_pause_that_is_given_up_early_holds_nothing() -> None:
+    lane, (first, second) = filled(2, limit=1)
+    pause, third = Pause(), made(step=2)
+    lane.add(pause)
+    lane.add(third)
+    lane.next()
+    lane.end(pause)
+    assert not pause.reached.is_set()
+    lane.settle(first)
+    assert lane.next() is second
+    lane.settle(second)
+    assert lane.next() is third
+
+
+async def test_a_pause_of_a_torn_lane_is_reached() -> None:
+    lane, pause = Lane(limit=1, dependent=True), Pause()
+    lane.torn = ValueError("planted")
+    lane.add(pause)
+    assert lane.next() is None
+    assert pause.reached.is_set()
 
 
 async def test_only_queued_runs_can_be_dropped_and_only_once() -> None:

@@ -247,6 +247,35 @@ async def test_dropout_of_a_step_that_is_done_again_is_the_same() -> None:
         assert differing(await trainer.weights(), loop.weights()) == []
 
 
+@pytest.mark.parametrize("in_flight", [1, 2, 5])
+async def test_what_is_asked_for_between_steps_happens_between_them(in_flight: int) -> None:
+    loop = PlainLoop(MLP, OPTIMIZER, microbatches=3)
+    start = loop.weights()
+    loop.step(vectors(0))
+    after_one, gradients = loop.weights(), loop.gradients(vectors(9))
+    for step in (1, 2):
+        loop.step(vectors(step))
+    after_three = loop.weights()
+    async with Cluster(workers=0, threads=1) as cluster:
+        trainer = await trainer_of(cluster, in_flight=in_flight)
+        async with asyncio.TaskGroup() as group:
+            first = trainer.step(vectors(0))
+            between = group.create_task(trainer.weights())
+            wanted = group.create_task(trainer.gradients(vectors(9)))
+            await asyncio.sleep(0)
+            second, third = trainer.step(vectors(1)), trainer.step(vectors(2))
+            last = group.create_task(trainer.weights())
+            back = group.create_task(trainer.assign(start))
+            await asyncio.sleep(0)
+            again = trainer.step(vectors(0))
+        assert differing(between.result(), after_one) == []
+        assert differing(wanted.result(), gradients) == []
+        assert differing(last.result(), after_three) == []
+        assert back.done()
+        assert (await again).loss == (await first).loss
+        assert ((await second).index, (await third).index) == (1, 2)
+
+
 # Prediction and generation
 
 

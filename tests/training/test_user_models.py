@@ -250,6 +250,25 @@ async def test_assigning_some_names_leaves_the_others() -> None:
         assert differing(await trainer.weights(), before | new) == []
 
 
+async def test_assigning_that_is_cancelled_has_written_all_or_nothing() -> None:
+    async with Cluster(workers=0, threads=1) as cluster:
+        trainer = await trainer_of(cluster, Model(models.mlp), 3)
+        before, outcomes = await trainer.weights(), {False}
+        new = {name: torch.full_like(tensor, 2.0) for name, tensor in before.items()}
+        ticks = 0
+        while ticks < 40 or len(outcomes) < 2:  # the loop's ticks depend on the machine
+            ticks += 1
+            assigning = asyncio.create_task(trainer.assign(new))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            assigning.cancel()
+            found = await trainer.weights()
+            changed = differing(found, before)
+            assert changed in ([], differing(new, before))
+            outcomes.add(bool(changed))
+            await trainer.assign(before)
+
+
 @pytest.mark.parametrize("name", ["0.token.weight", "4.head.weight"])
 async def test_assigning_either_name_of_a_tied_weight_assigns_it(name: str) -> None:
     new = {name: torch.randn(13, 12, generator=torch.Generator().manual_seed(0))}
