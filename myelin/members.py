@@ -176,7 +176,7 @@ class ProcessMembers:
     def _make_own_end(self) -> None:
         settings, cleanup = self._settings, self._cleanup
         self._directory = _private_directory()
-        cleanup.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        cleanup.callback(self._remove_directory)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         cleanup.callback(self._context.destroy, linger=0)
         self._path: DataPath = GlooPath(
@@ -195,8 +195,12 @@ class ProcessMembers:
         )
         cleanup.push_async_callback(self._end_processes)
 
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     async def _end_processes(self) -> None:
         self._closing = True
+        self._remove_directory()  # first: if we are killed here, workers that live would do it
         for process in self._processes:
             if not _told(self._node.bus, process.index, m.Shutdown()):
                 process.kill()

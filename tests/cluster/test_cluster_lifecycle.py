@@ -13,6 +13,7 @@ import torch
 
 import myelin
 from myelin.errors import ClusterError, GraphError, ModelError, RunError
+from myelin.launch import LocalProcess
 from myelin.runtime.event_loop import new_event_loop
 from myelin.testing import ops
 from myelin.testing.ops import Gate
@@ -229,6 +230,31 @@ def test_leaving_goes_on_to_its_end_however_often_it_is_cancelled(gate: Gate) ->
         assert not is_alive(worker)
 
     run(main(), new_event_loop)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_no_worker_is_killed_that_might_have_to_clear_up_after_us(
+    gate: Gate, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """We may be killed at any moment; then the directory is removed by a worker, or it is gone."""
+    left_at_kills: list[list[Path]] = []
+    kill = LocalProcess.kill
+
+    def watched(process: LocalProcess) -> None:
+        left_at_kills.append(directories(directory))
+        kill(process)
+
+    async def main() -> None:
+        async with myelin.Cluster(workers=2) as cluster:
+            graph = cluster.graph()
+            graph.op(ops.pass_gate, gate.path)
+            await graph.run()
+            await until(lambda: gate.reached)
+
+    monkeypatch.setattr(LocalProcess, "kill", watched)
+    run(main(), new_event_loop)
+    assert left_at_kills == [[], []]
 
 
 def test_a_thread_is_waited_for_also_when_leaving_is_cancelled(gate: Gate) -> None:
