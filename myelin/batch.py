@@ -67,9 +67,21 @@ def rows_of(value: Any, name: str = "inputs") -> int:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Join the values of all microbatches along dimension 0, tensor by tensor."""
-    columns = iter(list(zip(*(tensors_of(part) for part in parts), strict=True)))
-    return map_tensors(lambda _: torch.cat(next(columns)), parts[0])
+    """Join the values of all microbatches along dimension 0, tensor by tensor.
+
+    Raises:
+        BatchError: the values of two microbatches do not fit together.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        columns = iter(list(zip(*(tensors_of(part) for part in parts), strict=True)))
+        return map_tensors(lambda _: torch.cat(next(columns)), parts[0])
+    except (RuntimeError, ValueError) as error:
+        raise BatchError(
+            f"the outputs of the microbatches cannot be joined along dimension 0 ({error}): have "
+            f"the model keep the rows there, or use a plan with microbatches=1"
+        ) from error
 
 
 def _named(value: Any) -> str:

@@ -139,11 +139,12 @@ class Cluster:
         plan, optimizer = plan or Plan(), optimizer or AdamW()
         await self._members.ensure(max(plan.workers) + 1)
         coordinator = self._members.coordinator
-        described = await coordinator.request(
+        described = await coordinator.requests.ask(
             0, m.Describe(coordinator.number(), model.factory, model.arguments)
         )
         stages = plan.stages([block.cost for block in described.blocks])
         ties = _ties(described.ties, stages)
+        crossing = tuple(tie for tie in ties if tie.crosses)
         number, builders = coordinator.number(), sorted(set(plan.workers))
 
         def build(worker: int, request: int) -> m.Build:
@@ -154,11 +155,19 @@ class Cluster:
             )
             last = plan.pipeline - 1
             return m.Build(
-                request, number, model.factory, model.arguments, own, last, ties, optimizer, seed
+                request,
+                number,
+                model.factory,
+                model.arguments,
+                own,
+                last,
+                crossing,
+                optimizer,
+                seed,
             )
 
         try:
-            await coordinator.request_all(build, builders)
+            await coordinator.requests.ask_all(build, builders)
         except BaseException:
             coordinator.discard_trainer(number, builders)  # others may have built their part
             raise
@@ -222,7 +231,7 @@ def _check_no_worker() -> None:
 def _ties(
     ties: tuple[tuple[int, str, int, str], ...], stages: tuple[range, ...]
 ) -> tuple[m.TieSpec, ...]:
-    """Return the ties that cross a border between stages, each weight owned by its first block.
+    """Return the ties as the stages have them, each weight owned by its first block.
 
     A backward reaches the first block last, so that is where all gradients can meet. Which block
     the model calls the owner decides the initial value only, which all have by then.
@@ -238,4 +247,4 @@ def _ties(
         specs += [
             m.TieSpec(stage_of[first[0]], *first, stage_of[other[0]], *other) for other in others
         ]
-    return tuple(spec for spec in specs if spec.owner_stage != spec.user_stage)
+    return tuple(specs)

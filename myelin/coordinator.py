@@ -13,9 +13,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from myelin import failures
 from myelin.errors import (
+    ChannelError,
     ClusterError,
     FrameError,
     MyelinError,
@@ -25,7 +27,8 @@ from myelin.errors import (
     ValueReleased,
 )
 from myelin.lane import Lane, Pause
-from myelin.run import Distributed, Run, RunReport, look_at
+from myelin.requests import Requests
+from myelin.run import InstalledProgram, Run, RunReport, look_at, resolve
 from myelin.runtime import messages as m
 from myelin.runtime.courier import Courier
 from myelin.runtime.graph import Graph, split
@@ -69,10 +72,10 @@ class Coordinator:
             send=send, path=path, deliver=self._deliver, delays=Delays(None, -1)
         )
         self._numbers = itertools.count(1)
-        self._answers: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self.requests = Requests(send=self._ask, number=self.number)
         self._runs: dict[int, tuple[Run, Lane]] = {}
         self._lanes: list[Lane] = []
-        self._outdated: list[Distributed] = []  # to be discarded once no run needs them
+        self._outdated: list[InstalledProgram] = []  # to be discarded once no run needs them
         self._values: dict[tuple[int, int, int], asyncio.Future[Any]] = {}  # run, worker, local op
         self._broken: MyelinError | None = None
         self._left = False
@@ -107,34 +110,22 @@ class Coordinator:
         """Return a number that was not given out before."""
         return next(self._numbers)
 
-    # Requests
+    # Orders
 
-    async def request(self, worker: int, message: Any, *, value: Any = None) -> Any:
-        """Send one request and return its answer: a message, or the value that came back.
-
-        Cancelled, it is carried out nevertheless, and the answer is ignored.
+    async def assign(self, worker: int, trainer: int, weights: dict[str, Tensor]) -> None:
+        """Have a worker overwrite weights of a trainer; the tensors must not change meanwhile.
 
         Raises:
-            MyelinError: the worker refused, or the cluster is broken.
+            MyelinError: see `Requests.ask`.
         """
         self.check()
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if isinstance(message, m.Assign):
-            self._post(worker, value, m.Purpose.REPLY, (message.request, 0), "weights")
-        self._send(worker, message)
-        self._answers[worker, message.request] = answer
-        return await answer
+        order = m.Assign(self.number(), trainer)
+        self._post(worker, weights, m.Purpose.REPLY, (order.request, 0), "weights")
+        await self.requests.ask(worker, order)
 
-    async def request_all(
-        self, make: Callable[[int, int], Any], workers: Iterable[int]
-    ) -> list[Any]:
-        """Send each worker the request `make(worker, number)` and return the answers in order."""
-        jobs = [self.request(worker, make(worker, self.number())) for worker in workers]
-        answers = await asyncio.gather(*jobs, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+    def _ask(self, worker: int, message: msgspec.Struct) -> None:
+        self.check()
+        self._send(worker, message)
 
     def tell(self, worker: int, message: msgspec.Struct) -> None:
         """Send an order that has no answer; a broken cluster takes none."""
@@ -161,9 +152,9 @@ class Coordinator:
 
     # Programs and runs
 
-    def install(self, graph: Graph, *, trainer: int) -> Distributed:
+    def install(self, graph: Graph, *, trainer: int) -> InstalledProgram:
         """Cut a trainer's graph and send each worker its program; runs may follow at once."""
-        program = Distributed(self.number(), graph, split(graph, self.workers), trainer)
+        program = InstalledProgram(self.number(), graph, split(graph, self.workers))
         for worker in program.participants:
             body = program.split.programs[worker]
             self.tell(worker, m.Install(self.number(), program.number, body, trainer))
@@ -171,7 +162,7 @@ class Coordinator:
 
     async def install_calls(
         self, graph: Graph, calls: Sequence[str], names: Sequence[str]
-    ) -> Distributed:
+    ) -> InstalledProgram:
         """Cut a graph of calls and have every worker import what it is to call.
 
         Args:
@@ -183,10 +174,10 @@ class Coordinator:
             GraphError: a worker cannot import something.
         """
         parts = split(graph, self.workers)
-        program = Distributed(self.number(), graph, parts, None, tuple(names))
+        program = InstalledProgram(self.number(), graph, parts, tuple(names))
         paths = tuple(calls)
         try:
-            await self.request_all(
+            await self.requests.ask_all(
                 lambda worker, number: m.Install(
                     number, program.number, parts.programs[worker], None, paths
                 ),
@@ -197,7 +188,7 @@ class Coordinator:
             raise
         return program
 
-    def discard(self, program: Distributed) -> None:
+    def discard(self, program: InstalledProgram) -> None:
         """Have all workers forget a program once all runs of it are over."""
         self._outdated.append(program)
         self._tidy()
@@ -218,7 +209,9 @@ class Coordinator:
         lane.retired = True
         self._tidy()
 
-    def submit(self, lane: Lane, program: Distributed, inputs: dict[int, Any], *, step: int) -> Run:
+    def submit(
+        self, lane: Lane, program: InstalledProgram, inputs: dict[int, Any], *, step: int
+    ) -> Run:
         """Queue a run; it is dispatched in a later tick of the loop at the earliest.
 
         The tensors in `inputs` must not change until the run is over.
@@ -295,7 +288,7 @@ class Coordinator:
 
     def _request_value(self, run: Run, worker: int, local: int) -> None:
         if self._broken is not None:
-            _resolve(run.values[worker, local], None, self._broken)
+            resolve(run.values[worker, local], None, self._broken)
             return
         self._values[run.number, worker, local] = run.values[worker, local]
         self.tell(worker, m.Watch(run.number, local))
@@ -322,7 +315,7 @@ class Coordinator:
         run, lane = known
         run.reports[worker] = message
         if len(run.reports) == len(run.program.participants) and not run.done.done():
-            run.done.set_result(_report(run))
+            run.done.set_result(_report(run, lane))
             self._settle(run, lane)
 
     def _run_failed(self, worker: int, message: m.RunFailed) -> None:
@@ -331,7 +324,7 @@ class Coordinator:
             program = known[0].program
             called = program.called(worker, program.op(worker, message.failure.op))
         error = failures.of_op(worker, message.failure, called)
-        if failures.of_channel(message.failure):
+        if message.failure.cause is m.Cause.CHANNEL:
             self._suspect(worker, error)
         elif known is not None:
             self._end(known[0], error)
@@ -367,8 +360,8 @@ class Coordinator:
         run, lane = known
         run.torn |= message.updated
         run.drained.add(worker)
-        if run.drained >= set(run.program.participants):
-            self._settle(run, lane)
+        if run.drained >= set(run.program.participants) and run.done.done():
+            self._settle(run, lane)  # else the reason is not known yet, and the cluster at its end
 
     def _settle(self, run: Run, lane: Lane) -> None:
         self._runs.pop(run.number, None)
@@ -412,25 +405,24 @@ class Coordinator:
         self, peer: int, message: m.Announce, value: Any, error: BaseException | None
     ) -> None:
         number, op = message.key
+        if isinstance(error, ChannelError):
+            self._suspect(peer, error)  # nothing will come through that channel any more
         if message.purpose is m.Purpose.REPLY:
-            waiting = self._answers.pop((peer, number), None)
+            self.requests.answer(peer, number, value, error)
         else:
-            waiting = self._values.pop((number, peer, op), None)
-        _resolve(waiting, value, error)
+            resolve(self._values.pop((number, peer, op), None), value, error)
 
     def _value_gone(self, worker: int, message: m.ValueGone) -> None:
         waiting = self._values.pop((message.run, worker, message.op), None)
-        _resolve(waiting, None, ValueReleased(_RELEASED))
+        resolve(waiting, None, ValueReleased(_RELEASED))
 
     def _answered(self, worker: int, message: m.Done | m.Described) -> None:
-        _resolve(self._answers.pop((worker, message.request), None), message, None)
+        self.requests.answer(worker, message.request, message)
 
     def _refused(self, worker: int, message: m.Refused) -> None:
         error = failures.of_op(worker, message.failure)
-        waiting = self._answers.pop((worker, message.request), None)
-        if waiting is None:  # an order that must not fail, such as an Install, has failed
-            self.lost(worker, error)
-        _resolve(waiting, None, error)
+        if not self.requests.answer(worker, message.request, None, error):
+            self.lost(worker, error)  # an order that must not fail, such as an Install, has failed
 
     # Failures of nodes
 
@@ -482,28 +474,18 @@ class Coordinator:
             run.settled.set()
         for pause in [pause for lane in self._lanes for pause in lane.pauses()]:
             pause.reached.set()
-        for waiting in (*self._answers.values(), *self._values.values()):
-            _resolve(waiting, None, error)
+        for waiting in self._values.values():
+            resolve(waiting, None, error)
             look_at(waiting)  # whoever awaits it has it; nobody else needs a warning
+        self.requests.fail(error)
         self._runs.clear()
-        self._answers.clear()
         self._values.clear()
 
 
-def _resolve(
-    waiting: "asyncio.Future[Any] | None", value: Any, error: BaseException | None
-) -> None:
-    if waiting is None or waiting.done():
-        return
-    if error is None:
-        waiting.set_result(value)
-    else:
-        waiting.set_exception(error)
-
-
-def _report(run: Run) -> RunReport:
+def _report(run: Run, lane: Lane) -> RunReport:
+    began_s, lane.over_s = max(run.began_s, lane.over_s), time.perf_counter()
     outputs: dict[str, float] = {}
     for report in run.reports.values():
         outputs |= report.outputs
     busy_s = {worker: report.busy_s for worker, report in sorted(run.reports.items())}
-    return RunReport(outputs, time.perf_counter() - run.began_s, busy_s)
+    return RunReport(outputs, lane.over_s - began_s, busy_s)

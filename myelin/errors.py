@@ -28,6 +28,10 @@ class GraphError(MyelinError, ValueError):
     """A graph of a user's own ops is not valid; change the graph."""
 
 
+USER_ERRORS: tuple[type[MyelinError], ...] = (PlanError, ModelError, BatchError, GraphError)
+"""What a worker may refuse and only the user can mend: raised where it was asked for as it is."""
+
+
 class ScheduleError(MyelinError, AssertionError):
     """The scheduler was told something impossible: a bug of Myelin, with the op's story."""
 

@@ -1,22 +1,10 @@
 """Turns what workers report of failures into the exceptions that a user sees."""
 
-from myelin import errors
-from myelin.errors import MyelinError, OpError, RunCancelled, WorkerLost
-from myelin.runtime.graph import Kind, Op
-from myelin.runtime.messages import Failure
+from myelin.errors import USER_ERRORS, MyelinError, OpError, RunCancelled, WorkerLost
+from myelin.runtime.graph import Op
+from myelin.runtime.messages import Cause, Failure
 
-_USER_ERRORS: dict[str, type[MyelinError]] = {
-    error.__name__: error
-    for error in (errors.BatchError, errors.GraphError, errors.ModelError, errors.PlanError)
-}
-_CHANNEL_ERRORS = frozenset(
-    error.__name__ for error in (errors.ChannelError, errors.ChannelTimeout, errors.ChannelClosed)
-)
-
-
-def of_channel(failure: Failure) -> bool:
-    """Tell whether a tensor did not get across: the reporting worker itself may be quite well."""
-    return failure.error in _CHANNEL_ERRORS
+_USER_ERRORS = {error.__name__: error for error in USER_ERRORS}
 
 
 def of_op(worker: int, failure: Failure, called: str | None = None) -> MyelinError:
@@ -27,9 +15,9 @@ def of_op(worker: int, failure: Failure, called: str | None = None) -> MyelinErr
         failure: its report.
         called: the name of the user's function that is concerned, where there is one.
     """
-    if failure.kind == "cancel":
+    if failure.cause is Cause.CANCELLED:
         return RunCancelled("the run was cancelled; no weight was changed")
-    if failure.error in _USER_ERRORS and failure.kind != Kind.CALL.value:
+    if failure.cause is Cause.USER:
         return _USER_ERRORS[failure.error](failure.text)
     kind = _kind(failure.kind, called)
     where = _place(worker, kind, failure.stage, failure.microbatch, failure.block)

@@ -17,7 +17,7 @@ import torch
 from myelin.errors import GraphError, ModelError
 from myelin.members import Members
 from myelin.models.factories import path_of
-from myelin.run import Distributed, Run, RunReport, look_at
+from myelin.run import InstalledProgram, Run, RunReport, look_at
 from myelin.runtime.graph import COORDINATOR, Graph, Kind, Op, Phase, Stream
 from myelin.transports.datapath import spec_of
 from myelin.transports.packing import tensors_of
@@ -69,7 +69,7 @@ class _Installed:
         sinks: the ops that no other op reads.
     """
 
-    program: Distributed
+    program: InstalledProgram
     indices: dict[CallOp, int]
     sinks: tuple[CallOp, ...]
 
@@ -146,6 +146,8 @@ class CallGraph:
         self._installed: _Installed | None = None
         self._installing = asyncio.Lock()
         self._latest: GraphRun | None = None
+        self._starting = asyncio.Lock()  # of the latest run
+        self._awaited: list[CallOp] = []
         self._closed = False
 
     async def __aenter__(self) -> "CallGraph":
@@ -252,7 +254,9 @@ class CallGraph:
 
     async def latest(self, op: CallOp) -> Any:
         """Return the value of `op` in the latest run, which is started if there is none."""
-        run = self._latest or await self.run(keep=[*self._sinks(), op])
+        self._awaited.append(op)  # others may be awaited before the run has been started
+        async with self._starting:
+            run = self._latest or await self.run(keep=[*self._sinks(), *self._awaited])
         return await run[op]
 
     def _grew(self) -> None:
@@ -260,6 +264,7 @@ class CallGraph:
         if self._installed is not None:
             self._members.coordinator.discard(self._installed.program)
         self._installed = self._latest = None
+        self._awaited.clear()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,7 +1,6 @@
 """Runs of one owner (a trainer, a graph), in order, at most so many in flight.
 
-Pure book-keeping: says which run may be dispatched, and which must end because an earlier one
-failed.
+Book-keeping: says which run may be dispatched, and which must end because an earlier one failed.
 """
 
 import asyncio
@@ -38,6 +37,7 @@ class Lane:
         self._queued: collections.deque[Run | Pause] = collections.deque()
         self._in_flight: list[Run] = []
         self.torn: BaseException | None = None  # why its owner's state is no longer whole
+        self.over_s = 0.0  # when the latest run was over
         self.retired = False  # no run will be added any more
 
     def add(self, entry: Run | Pause) -> None:

@@ -120,7 +120,7 @@ class _Node:
     async def introduce(self) -> None:
         """Tell all workers of each other; only then may they be given work."""
         everybody = tuple(self.peers)
-        await self._owner().request_all(
+        await self._owner().requests.ask_all(
             lambda _worker, number: m.Peers(number, everybody), range(len(everybody))
         )
 
@@ -288,7 +288,7 @@ class ThreadMembers:
 
     async def ensure(self, workers: int) -> None:
         """See `Members`."""
-        if workers > len(self._workers):
+        if workers > self.coordinator.workers:  # which counts those that know each other
             await to_the_end(self._grow(workers))
 
     async def close(self) -> None:
@@ -323,12 +323,12 @@ class ThreadMembers:
 
     async def _grow(self, workers: int) -> None:
         async with self._growing:
-            if workers <= len(self._workers):
+            if workers <= self.coordinator.workers:
                 return
             while len(self._workers) < workers:
                 await self._add()
-            self.coordinator.workers = workers
             await self._node.introduce()
+            self.coordinator.workers = workers
 
     async def _add(self) -> None:
         peer = self._node.expect(f"inproc://{self._name}/w{len(self._workers)}")

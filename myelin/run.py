@@ -15,7 +15,8 @@ class RunReport:
 
     Attributes:
         outputs: small results of all workers, for example the loss.
-        elapsed_s: seconds from the first order to the last worker's end.
+        elapsed_s: seconds to the last worker's end, from the first order or, if that was later,
+            from the end of the run before it in its queue: runs share out the time.
         busy_s: for each worker that took part, seconds its compute stream was busy.
     """
 
@@ -33,21 +34,19 @@ class RunReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Distributed:
+class InstalledProgram:
     """A program that all workers have, as the coordinator knows it.
 
     Attributes:
         number: its number on all workers.
         graph: the whole graph.
         split: how it was cut.
-        trainer: number of the trainer whose stages it acts on, or None.
         names: what its CALL ops call, by slot, in words.
     """
 
     number: int
     graph: Graph
     split: Split
-    trainer: int | None
     names: tuple[str, ...] = ()
 
     @property
@@ -93,7 +92,7 @@ class Run:
         settled: set once no worker has anything of it under way.
     """
 
-    program: Distributed
+    program: InstalledProgram
     step: int
     inputs: dict[int, Any]
     request_cancel: Callable[["Run"], None]
@@ -167,3 +166,13 @@ def look_at(future: "asyncio.Future[Any]") -> None:
     """Look at an outcome, so that asyncio does not warn that nobody did."""
     if not future.cancelled():
         future.exception()
+
+
+def resolve(waiting: "asyncio.Future[Any] | None", value: Any, error: BaseException | None) -> None:
+    """Give a future its outcome, if there is one that still waits."""
+    if waiting is None or waiting.done():
+        return
+    if error is None:
+        waiting.set_result(value)
+    else:
+        waiting.set_exception(error)

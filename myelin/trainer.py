@@ -16,7 +16,7 @@ from myelin.members import to_the_end
 from myelin.models.model import Description
 from myelin.models.sampling import sample
 from myelin.plan import Plan
-from myelin.run import Distributed, Run, RunReport
+from myelin.run import InstalledProgram, Run, RunReport
 from myelin.runtime import messages as m
 from myelin.runtime.graph import Kind, Phase
 from myelin.runtime.step import INPUTS, TARGETS, StepShape, build_step
@@ -68,6 +68,7 @@ class Pending(Generic[Result]):
 
         Raises:
             RunError: what ended the run; weights are as they were before it.
+            BatchError: what a worker found wrong with the batch, likewise.
         """
         return self._result().__await__()
 
@@ -141,7 +142,7 @@ class Trainer:
         self._coordinator, self._number = coordinator, number
         self._ties = tuple(ties)
         self._lane = coordinator.lane(limit=plan.steps_in_flight, dependent=True)
-        self._programs: dict[tuple[Phase, int], Distributed] = {}
+        self._programs: dict[tuple[Phase, int], InstalledProgram] = {}
         self._asked = 0
 
     def __repr__(self) -> str:
@@ -218,7 +219,7 @@ class Trainer:
             ModelError: a name or a shape is not the model's; nothing was changed.
         """
         async with self._coordinator.pause(self._lane):
-            own = await self._coordinator.request_all(
+            own = await self._coordinator.requests.ask_all(
                 lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES),
                 self._workers,
             )
@@ -313,12 +314,12 @@ class Trainer:
 
         return Pending(run, result)
 
-    def _program(self, phase: Phase, rows: int) -> Distributed:
+    def _program(self, phase: Phase, rows: int) -> InstalledProgram:
         """Return the program for a batch of so many rows; made and sent when first needed."""
         microbatches = min(self.plan.microbatches, rows)
         known = self._programs.get((phase, microbatches))
         if known is None:
-            ties = tuple((tie.owner_stage, tie.user_stage) for tie in self._ties)
+            ties = tuple((tie.owner_stage, tie.user_stage) for tie in self._ties if tie.crosses)
             shape = StepShape(self.plan.workers, microbatches, self.plan.limit, ties)
             graph = build_step(shape, phase)
             known = self._coordinator.install(graph, trainer=self._number)
@@ -346,11 +347,10 @@ class Trainer:
     ) -> None:
         for worker, shapes in zip(self._workers, own, strict=True):
             part = {name: weights[name] for name in shapes if name in weights}
-            request = m.Assign(self._coordinator.number(), self._number)
-            await self._coordinator.request(worker, request, value=part)
+            await self._coordinator.assign(worker, self._number, part)
 
     async def _collect(self, state: m.State) -> dict[str, torch.Tensor]:
-        parts = await self._coordinator.request_all(
+        parts = await self._coordinator.requests.ask_all(
             lambda _worker, number: m.Collect(number, self._number, state), self._workers
         )
         found = {name: tensor for part in parts for name, tensor in part.items()}
@@ -388,7 +388,7 @@ def _check_weights(
 def _with_copies(
     weights: Mapping[str, torch.Tensor], ties: Sequence[m.TieSpec]
 ) -> dict[str, torch.Tensor]:
-    """Give every stage's copy of a tied weight the same value, whichever name it was given under.
+    """Give a tied weight one value, whichever of its names it was given under.
 
     Raises:
         ModelError: two names of one weight were given different values.

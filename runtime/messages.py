@@ -1,8 +1,8 @@
 """The closed set of messages between coordinator and workers, beyond the bus's own.
 
-A request carries a number, and is answered by `Done`, `Described` or `Refused` with the same
-number. Tensors never travel here: `Announce` says what comes next on the data path's channel from
-its sender.
+A request carries a number, and is answered with the same number: by `Done`, `Described`, `Refused`
+or, where tensors are the answer, an `Announce` with the purpose REPLY. Tensors never travel here:
+`Announce` says what comes next on the data path's channel from its sender.
 """
 
 import enum
@@ -39,6 +39,11 @@ class TieSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user_block: int
     user_name: str
 
+    @property
+    def crosses(self) -> bool:
+        """Whether the two stages are different ones, so that there is a copy."""
+        return self.owner_stage != self.user_stage
+
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The blocks `first` to `last`, both included, of one stage."""
@@ -48,10 +53,20 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     last: int
 
 
+class Cause(enum.Enum):
+    """Whose failure it is."""
+
+    OP = "op"  # what ran raised it
+    CHANNEL = "channel"  # a tensor did not get across; the reporting worker may be quite well
+    CANCELLED = "cancelled"  # the caller asked for it
+    USER = "user"  # we refused what the user gave; `error` is one of our own types
+
+
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why an op or a request failed, and where.
 
     Attributes:
+        cause: whose failure it is.
         error: name of the exception's type.
         text: its message.
         traceback: formatted, as the worker saw it.
@@ -62,6 +77,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block: model block that was running.
     """
 
+    cause: Cause
     error: str
     text: str
     traceback: str
@@ -155,7 +171,7 @@ class Watch(_Message, frozen=True):
 
 
 class Abort(_Message, frozen=True):
-    """End a run now; the answer is `Drained`."""
+    """End a run now; the answer is `RunDrained`."""
 
     run: int
 
@@ -216,13 +232,11 @@ class RunDone(_Message, frozen=True):
         run: the run.
         outputs: small results, for example the loss.
         busy_s: seconds that the compute stream was busy.
-        span_s: seconds from the worker's start of the run to its end.
     """
 
     run: int
     outputs: dict[str, float]
     busy_s: float
-    span_s: float
 
 
 class RunFailed(_Message, frozen=True):

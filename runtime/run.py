@@ -6,7 +6,6 @@ starts when is the scheduler's to say.
 """
 
 import asyncio
-import time
 import traceback
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +13,14 @@ from typing import Any, Protocol
 
 import msgspec
 
+from myelin.errors import USER_ERRORS, ChannelError
 from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.devices.port import Device, Outcome, Ticket
 from myelin.runtime.executor import Executor, RunState
 from myelin.runtime.graph import ARRIVALS, COORDINATOR, Kind, Op, Stream, readers
 from myelin.runtime.jitter import Delays
 from myelin.runtime.messages import (
+    Cause,
     Failure,
     Purpose,
     RunDone,
@@ -92,6 +93,7 @@ class Outside(Protocol):
         ...
 
 
+CANCELLED = Failure(Cause.CANCELLED, "RunCancelled", "the run was cancelled", "", kind="cancel")
 _TEXT = 1 << 16  # characters of an exception's text, and of its traceback, that are reported
 
 
@@ -116,7 +118,6 @@ class ActiveRun:
         self._watched = set(start.watch)
         self._failed = self._closed = False
         self._busy_s = 0.0
-        self._began_s = time.perf_counter()
 
     @property
     def updated(self) -> bool:
@@ -161,14 +162,14 @@ class ActiveRun:
         """End the run as failed, for everybody, unless it is committed."""
         if self._closed or self.committed:
             return
-        self._tell_failure(Failure("RunCancelled", "the run was cancelled", "", kind="cancel"))
+        self._tell_failure(CANCELLED)
         self.abort()
 
     def watch(self, op: int) -> None:
         """Send the value of `op` to the coordinator as soon as it is there."""
         if not self._over[op]:
             self._watched.add(op)
-        elif self._values[op] is None and self._ops[op].kind in _VALUED:
+        elif not self._readers[op]:
             self._outside.report(ValueGone(self.run, op))
         else:
             self._send_watched(op)
@@ -296,11 +297,7 @@ class ActiveRun:
 
     def _done(self) -> None:
         self._close()
-        self._outside.report(
-            RunDone(
-                self.run, self._state.outputs, self._busy_s, time.perf_counter() - self._began_s
-            )
-        )
+        self._outside.report(RunDone(self.run, self._state.outputs, self._busy_s))
         self._outside.ended(self.run, updated=self._state.updated)
 
     def _drained(self) -> None:
@@ -316,9 +313,6 @@ class ActiveRun:
         self._tickets.clear()
 
 
-_VALUED = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.CALL})
-
-
 def _forget(sent: asyncio.Future[None]) -> None:
     """Look at the outcome, so that asyncio does not log what is noticed elsewhere."""
     if not sent.cancelled():
@@ -327,8 +321,11 @@ def _forget(sent: asyncio.Future[None]) -> None:
 
 def failure_of_op(error: BaseException, index: int, op: Op, block: int | None) -> Failure:
     """Describe what the op with this index raised."""
+    failure = failure_of(error, op.kind.value)
+    if op.kind is Kind.CALL or block is not None:  # what the user's code raises is the user's own
+        failure = msgspec.structs.replace(failure, cause=Cause.OP)
     return msgspec.structs.replace(
-        failure_of(error, op.kind.value),
+        failure,
         op=index,
         stage=op.stage,
         microbatch=op.microbatch,
@@ -340,7 +337,13 @@ def failure_of(error: BaseException, kind: str) -> Failure:
     """Describe an exception so that it can be sent, even if it cannot be put into words."""
     told = traceback.TracebackException.from_exception(error)
     text, trace = _sendable(str(told)), _sendable("".join(told.format()))
-    return Failure(type(error).__name__, text, trace, kind)
+    return Failure(_cause(error), type(error).__name__, text, trace, kind)
+
+
+def _cause(error: BaseException) -> Cause:
+    if isinstance(error, ChannelError):
+        return Cause.CHANNEL
+    return Cause.USER if type(error) in USER_ERRORS else Cause.OP
 
 
 def _sendable(text: str) -> str:

@@ -1,6 +1,6 @@
 """Decides which op of a worker starts next; does no I/O, reads no clock, touches no tensor.
 
-The shell (`myelin.runtime.worker`) feeds events in and carries the returned commands out. One
+The shell (`myelin.runtime.run`) feeds events in and carries the returned commands out. One
 `Scheduler` lives for one run of a program; what can be known beforehand is in the `Schedule`, made
 once per program.
 

@@ -22,7 +22,7 @@ from myelin.runtime.graph import COORDINATOR, Kind, Op
 from myelin.runtime.holdings import Holdings, Request
 from myelin.runtime.jitter import Delays
 from myelin.runtime.mailbox import Mailbox
-from myelin.runtime.run import ActiveRun, failure_of
+from myelin.runtime.run import CANCELLED, ActiveRun, failure_of
 from myelin.transports.datapath import DataPath
 
 _REMEMBERED_RUNS = 1024
@@ -157,7 +157,8 @@ class Worker:
         installed = self._holdings.programs.get(start.program)
         if installed is None:
             text = f"program {start.program} is not on worker {self.index}: it was discarded"
-            self.report(m.RunFailed(start.run, m.Failure("KeyError", text, "", kind="start")))
+            failure = m.Failure(m.Cause.OP, "KeyError", text, "", kind="start")
+            self.report(m.RunFailed(start.run, failure))
             self._remember(start.run, updated=False)
             return
         self._active = run = ActiveRun(start, installed, self)
@@ -215,7 +216,8 @@ class Worker:
             sent.add_done_callback(self._replied)  # until then the tensors must not change
 
     def _replied(self, sent: asyncio.Future[None]) -> None:
-        if not sent.cancelled() and sent.exception() is None:
+        if not sent.cancelled():
+            sent.exception()  # the coordinator has noticed: it waits for the tensors
             self._go_on()
 
     def _go_on(self) -> None:
@@ -237,20 +239,24 @@ class Worker:
         if self._active is not None and self._active.run == run:
             self._active.abort()
             return
-        for queued in self._queue:
-            if isinstance(queued, m.Start) and queued.run == run:
-                self._queue.remove(queued)
-                self._mailbox.skip(run)
-                self._remember(run, updated=False)
-                break
+        self._unqueue(run)
         self._tell(m.RunDrained(run, self._updated.get(run, False)))
 
     def _cancel(self, _peer: int, message: m.Cancel) -> None:
         if self._active is not None and self._active.run == message.run:
             self._active.cancel()
         elif message.run not in self._updated:
-            failure = m.Failure("RunCancelled", "the run was cancelled", "", kind="cancel")
-            self._tell(m.RunFailed(message.run, failure))
+            self._unqueue(message.run)  # it must not begin before the order to abort it is here
+            self._tell(m.RunFailed(message.run, CANCELLED))
+
+    def _unqueue(self, run: int) -> None:
+        """Take a run that has not begun out of the queue, if it is there."""
+        for queued in self._queue:
+            if isinstance(queued, m.Start) and queued.run == run:
+                self._queue.remove(queued)
+                self._mailbox.skip(run)
+                self._remember(run, updated=False)
+                return
 
     def _watch(self, _peer: int, message: m.Watch) -> None:
         if self._active is not None and self._active.run == message.run:

@@ -19,9 +19,7 @@ from myelin.errors import FrameError
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 << 20
 MAX_TEXT = 8192  # characters in a peer's own words
-MAX_ITEMS = (
-    1 << 18
-)  # in one array or map: 1,024 nested empty claims of it cost 2 GiB of untouched memory
+MAX_ITEMS = 1 << 18  # in one array or map: 1,024 nested claims of it cost 2 GiB of untouched memory
 _MAX_SEQUENCE = (1 << 63) - 1
 _QUOTED = 80  # characters of a peer's bytes that an error repeats
 _Message = TypeVar("_Message", bound=msgspec.Struct)

@@ -6,7 +6,7 @@ one file per channel in a directory that only this run may write to. There is no
 group, and no thread polls except while it waits for its peer to appear.
 
 gloo trusts its caller: a receive buffer of another size or dtype is filled in part or kills the
-process. So every message starts with a header of fixed size (`_header`), and the receiver posts
+process. So every message starts with a header of fixed size (`pack_header`), and the receiver posts
 the payload's buffers only after the header has matched what was announced. The receiver answers
 with a verdict, and only then is the send done: gloo calls a send done when its last bytes are in
 the socket, where closing would lose them. Everything goes under one tag: the order is the contract.
@@ -260,6 +260,7 @@ class _Channel:
                     self._attempt(transfer)
                 else:
                     transfer.finish(transfer.closed(self._failure))
+                del transfer  # its tensors are not ours to keep while we wait for the next
         finally:
             self._release()
             self._link.close()

@@ -12,6 +12,8 @@ from typing import TypeAlias
 import msgspec
 import torch
 
+from myelin.transports.frames import MAX_ITEMS
+
 Value: TypeAlias = (
     "torch.Tensor | bool | int | float | str | bytes"
     " | tuple[Value, ...] | list[Value] | dict[str, Value] | None"
@@ -107,10 +109,12 @@ def pack(value: object) -> tuple[Layout, list[torch.Tensor]]:
     Raises:
         TypeError: there is something in it that is no value; the text has the path to it.
         ValueError: an int has more than 64 bits, a str is not Unicode text, or a container
-            contains itself.
+            contains itself or has more than `MAX_ITEMS` items.
     """
     tensors: list[torch.Tensor] = []
-    return _take_apart(value, "", 0, tensors), tensors
+    layout = _take_apart(value, "", 0, tensors)
+    _check_length(len(tensors), "")
+    return layout, tensors
 
 
 def unpack(layout: Layout, tensors: Sequence[torch.Tensor]) -> Value:
@@ -149,12 +153,14 @@ def _take_apart(value: object, path: str, depth: int, tensors: list[torch.Tensor
         tensors.append(value)
         return TensorAt(len(tensors) - 1)
     if type(value) is tuple or type(value) is list:
+        _check_length(len(value), path)
         items = tuple(
             _take_apart(item, f"{path}[{index}]", depth + 1, tensors)
             for index, item in enumerate(value)
         )
         return TupleOf(items) if type(value) is tuple else ListOf(items)
     if type(value) is dict:
+        _check_length(len(value), path)
         return DictOf(
             {
                 _key(key, path): _take_apart(item, f'{path}["{key}"]', depth + 1, tensors)
@@ -162,6 +168,14 @@ def _take_apart(value: object, path: str, depth: int, tensors: list[torch.Tensor
             }
         )
     return _plain(value, path)
+
+
+def _check_length(items: int, path: str) -> None:
+    if items > MAX_ITEMS:
+        raise ValueError(
+            f"there are {items} items at {path or _TOP}: at most {MAX_ITEMS} can travel "
+            f"between workers; send numbers as a tensor, text as one str"
+        )
 
 
 def _key(key: object, path: str) -> str:

@@ -92,6 +92,20 @@ def fail_if(value: torch.Tensor, limit: float) -> torch.Tensor:
     return value
 
 
+class ChannelClosed(Exception):
+    """Is called like one of our own errors."""
+
+
+def fail_like_us(*values: Any) -> None:
+    """Raise an error that is called like one of ours."""
+    raise ChannelClosed("planted")
+
+
+def long_list(items: int) -> list[int]:
+    """Return so many zeros."""
+    return [0] * items
+
+
 class Unspeakable(Exception):
     """Cannot be put into words."""
 

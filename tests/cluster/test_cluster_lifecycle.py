@@ -387,6 +387,19 @@ async def test_workers_inside_the_process_come_as_plans_ask_for_them_also_all_at
         assert len({step.loss for step in again}) == 1
 
 
+@pytest.mark.parametrize("ticks", [0, 1, 2, 3, 5, 8])
+async def test_trainers_can_be_asked_for_while_workers_are_being_added(
+    ticks: int, batch: Batch
+) -> None:
+    async with myelin.Cluster(0) as cluster:
+        first = asyncio.create_task(cluster.trainer(MODEL, plan=PLAN))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        second = await cluster.trainer(MODEL, plan=PLAN)
+        losses = [(await trainer.step(batch)).loss for trainer in (second, await first)]
+        assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89])
 async def test_a_trainer_can_be_given_up_at_any_moment(ticks: int, batch: Batch) -> None:
     async with myelin.Cluster(0) as cluster:

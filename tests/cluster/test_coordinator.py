@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -21,18 +22,26 @@ from myelin.errors import (
     WorkerLost,
 )
 from myelin.lane import Lane
-from myelin.run import Distributed, Run
+from myelin.run import InstalledProgram, Run
 from myelin.runtime import messages as m
 from myelin.runtime.graph import COORDINATOR, Graph, Kind, Op, Phase
+from myelin.runtime.run import CANCELLED
 from myelin.runtime.step import INPUTS, TARGETS, StepShape, build_step
 from myelin.transports.datapath import TensorSpec
 from myelin.transports.packing import pack
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 PLANTED = m.Failure(
-    "ValueError", "planted", "Traceback: planted", "forward", stage=1, microbatch=2, block=3
+    m.Cause.OP,
+    "ValueError",
+    "planted",
+    "Traceback: planted",
+    "forward",
+    stage=1,
+    microbatch=2,
+    block=3,
 )
-CLOSED = m.Failure("ChannelClosed", "worker 1 closed its end", "", "send", op=0)
+CLOSED = m.Failure(m.Cause.CHANNEL, "ChannelClosed", "worker 1 closed its end", "", "send", op=0)
 
 
 class FakePath:
@@ -89,7 +98,7 @@ class Desk:
         self._sent = [entry for entry in self._sent if not isinstance(entry[1], kind)]
         return found
 
-    def step(self, phase: Phase = Phase.TRAIN) -> Distributed:
+    def step(self, phase: Phase = Phase.TRAIN) -> InstalledProgram:
         """Install the program of a step of two stages."""
         graph = build_step(StepShape((0, 1), 1, 1), phase)
         return self.coordinator.install(graph, trainer=7)
@@ -97,7 +106,7 @@ class Desk:
     def lane(self, limit: int = 2) -> Lane:
         return self.coordinator.lane(limit=limit, dependent=True)
 
-    async def submitted(self, lane: Lane, *programs: Distributed) -> list[Run]:
+    async def submitted(self, lane: Lane, *programs: InstalledProgram) -> list[Run]:
         """Submit a run of each program and let what may be dispatched be dispatched."""
         inputs = {INPUTS: torch.ones(1), TARGETS: torch.ones(1)}
         runs = [
@@ -111,7 +120,7 @@ class Desk:
         """Have both workers report that their part is over."""
         for worker in (0, 1):
             outputs = {"loss": 0.5} if worker else {}
-            self.coordinator.receive(worker, m.RunDone(run.number, outputs, 0.25, 0.5))
+            self.coordinator.receive(worker, m.RunDone(run.number, outputs, 0.25))
 
     def drained(self, run: Run, *updated: int) -> None:
         """Have both workers report that nothing of a run is under way."""
@@ -121,7 +130,7 @@ class Desk:
     def holds_nothing(self) -> bool:
         """Tell whether the coordinator has forgotten all that is over."""
         c = self.coordinator
-        return not (c._runs or c._answers or c._values or c._outdated)
+        return not (c._runs or len(c.requests) or c._values or c._outdated)
 
 
 @pytest.fixture
@@ -145,7 +154,7 @@ def numbers(desk: Desk, kind: type[Any]) -> list[tuple[int, int]]:
 async def test_answers_find_their_requests_in_any_order(desk: Desk) -> None:
     coordinator = desk.coordinator
     requests = [
-        asyncio.ensure_future(coordinator.request(worker, m.Peers(coordinator.number(), ())))
+        asyncio.ensure_future(coordinator.requests.ask(worker, m.Peers(coordinator.number(), ())))
         for worker in (0, 1)
     ]
     await tick()
@@ -157,9 +166,9 @@ async def test_answers_find_their_requests_in_any_order(desk: Desk) -> None:
 
 
 async def test_a_refusal_is_raised_where_the_request_was_made(desk: Desk) -> None:
-    request = asyncio.ensure_future(desk.coordinator.request(1, m.Peers(4, ())))
+    request = asyncio.ensure_future(desk.coordinator.requests.ask(1, m.Peers(4, ())))
     await tick()
-    failure = m.Failure("ValueError", "planted", "Traceback", "build")
+    failure = m.Failure(m.Cause.OP, "ValueError", "planted", "Traceback", "build")
     desk.coordinator.receive(1, m.Refused(4, failure))
     with pytest.raises(OpError, match="build on worker 1 raised ValueError: planted") as caught:
         await request
@@ -168,23 +177,24 @@ async def test_a_refusal_is_raised_where_the_request_was_made(desk: Desk) -> Non
 
 
 async def test_errors_that_the_user_can_mend_keep_their_type(desk: Desk) -> None:
-    request = asyncio.ensure_future(desk.coordinator.request(1, m.Peers(4, ())))
+    request = asyncio.ensure_future(desk.coordinator.requests.ask(1, m.Peers(4, ())))
     await tick()
-    desk.coordinator.receive(1, m.Refused(4, m.Failure("BatchError", "empty", "", "build")))
+    failure = m.Failure(m.Cause.USER, "BatchError", "empty", "", "build")
+    desk.coordinator.receive(1, m.Refused(4, failure))
     with pytest.raises(BatchError, match=r"^empty$"):
         await request
 
 
 async def test_what_a_users_own_op_raises_is_never_taken_for_an_error_of_ours(desk: Desk) -> None:
     (run,) = await desk.submitted(desk.lane(), desk.step())
-    failure = m.Failure("GraphError", "theirs", "", "call")
+    failure = m.Failure(m.Cause.OP, "GraphError", "theirs", "", "call")
     desk.coordinator.receive(0, m.RunFailed(run.number, failure))
     with pytest.raises(OpError, match="theirs"):
         await run.done
 
 
 async def test_the_answer_to_a_cancelled_request_is_ignored_also_a_refusal(desk: Desk) -> None:
-    request = asyncio.ensure_future(desk.coordinator.request(0, m.Peers(4, ())))
+    request = asyncio.ensure_future(desk.coordinator.requests.ask(0, m.Peers(4, ())))
     await tick()
     request.cancel()
     await tick()
@@ -203,13 +213,13 @@ async def test_the_refusal_of_an_order_that_must_not_fail_ends_everything(desk: 
 async def test_a_request_that_cannot_be_sent_is_not_waited_for(desk: Desk) -> None:
     desk.refusal = FrameError("too long", peer=0, reason="oversized")
     with pytest.raises(FrameError, match="too long"):
-        await desk.coordinator.request(0, m.Peers(4, ()))
+        await desk.coordinator.requests.ask(0, m.Peers(4, ()))
     assert desk.holds_nothing()
 
 
 async def test_all_requests_are_answered_before_the_first_refusal_is_raised(desk: Desk) -> None:
     asked = asyncio.ensure_future(
-        desk.coordinator.request_all(lambda _, number: m.Peers(number, ()), (0, 1))
+        desk.coordinator.requests.ask_all(lambda _, number: m.Peers(number, ()), (0, 1))
     )
     await tick()
     (_, first), (_, second) = desk.told(m.Peers)
@@ -229,7 +239,7 @@ async def test_a_run_is_started_everywhere_and_over_when_all_have_said_so(desk: 
     (run,) = await desk.submitted(desk.lane(), program)
     assert numbers(desk, m.Start) == [(0, run.number), (1, run.number)]
     assert desk.path.sent == [(0, "load slot=0"), (1, "load slot=1")]
-    desk.coordinator.receive(0, m.RunDone(run.number, {}, 0.25, 0.5))
+    desk.coordinator.receive(0, m.RunDone(run.number, {}, 0.25))
     assert not run.done.done()
     desk.done(run)
     report = await run.done
@@ -386,8 +396,7 @@ async def test_only_the_worker_that_commits_can_tell_whether_a_step_may_be_cance
 async def test_a_step_that_was_cancelled_in_time_says_so(desk: Desk) -> None:
     (run,) = await desk.submitted(desk.lane(), desk.step())
     run.cancel()
-    failure = m.Failure("RunCancelled", "the run was cancelled", "", kind="cancel")
-    desk.coordinator.receive(0, m.RunFailed(run.number, failure))
+    desk.coordinator.receive(0, m.RunFailed(run.number, CANCELLED))
     with pytest.raises(RunCancelled, match="no weight was changed"):
         await run.done
 
@@ -585,7 +594,8 @@ async def test_a_program_that_one_worker_refuses_is_discarded_on_the_others(desk
     await tick()
     (_, good), (_, bad) = desk.told(m.Install)
     desk.coordinator.receive(0, m.Done(good.request))
-    desk.coordinator.receive(1, m.Refused(bad.request, m.Failure("GraphError", "no", "", "x")))
+    failure = m.Failure(m.Cause.USER, "GraphError", "no", "", "x")
+    desk.coordinator.receive(1, m.Refused(bad.request, failure))
     with pytest.raises(ValueError, match="no"):
         await installing
     assert [worker for worker, _ in desk.told(m.Discard)] == [0, 1]
@@ -611,7 +621,7 @@ async def test_a_lost_worker_ends_every_run_and_request_with_one_error(desk: Des
     program = desk.step()
     lane, other = desk.lane(), desk.lane()
     runs = [*await desk.submitted(lane, *[program] * 3), *await desk.submitted(other, program)]
-    request = asyncio.ensure_future(desk.coordinator.request(0, m.Peers(4, ())))
+    request = asyncio.ensure_future(desk.coordinator.requests.ask(0, m.Peers(4, ())))
     await tick()
     desk.coordinator.worker_ended(1, "was killed by SIGKILL")
     errors = []
@@ -634,7 +644,7 @@ async def test_a_broken_cluster_says_why_and_gives_no_more_orders(desk: Desk) ->
     with pytest.raises(ClusterError, match="cannot go on: worker 0 exited with code 3"):
         desk.coordinator.submit(lane, program, {}, step=0)
     with pytest.raises(ClusterError, match="exited with code 3"):
-        await desk.coordinator.request(1, m.Peers(4, ()))
+        await desk.coordinator.requests.ask(1, m.Peers(4, ()))
     desk.coordinator.discard(desk.step())
     assert desk.told(m.Discard) == []
     assert desk.told(m.Install) == []
@@ -689,6 +699,61 @@ async def test_a_neighbours_complaint_waits_for_the_end_of_the_worker_that_cause
         await run.done
 
 
+async def test_a_channel_that_broke_at_both_ends_is_told_when_the_run_is_over_everywhere(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SUSPICION_S", 0.01)
+    (run,) = await desk.submitted(desk.lane(), desk.step())
+    for worker in (0, 1):
+        desk.coordinator.receive(worker, m.RunFailed(run.number, CLOSED))
+    desk.drained(run)
+    with pytest.raises(OpError, match="ChannelClosed"):
+        await run.done
+    assert run.settled.is_set()
+    assert desk.holds_nothing()
+
+
+async def test_an_answer_that_does_not_get_across_ends_the_cluster(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SUSPICION_S", 0.01)
+    collecting = asyncio.ensure_future(
+        desk.coordinator.requests.ask(1, m.Collect(4, 7, m.State.WEIGHTS))
+    )
+    (run,) = await desk.submitted(desk.lane(), desk.step())
+    layout, _ = pack(torch.ones(1))
+    spec = TensorSpec((1,), "float32")
+    announcement = m.Announce(m.Purpose.REPLY, (4, 0), "collect", layout, (spec,), ((),))
+    desk.coordinator.receive(1, announcement)
+    await tick()
+    desk.path.coming[0].set_exception(ChannelClosed("worker 1 closed its end", peer=1))
+    with pytest.raises(ChannelClosed):
+        await collecting
+    with pytest.raises(ChannelClosed):
+        await run.done
+    assert isinstance(desk.coordinator.broken, ChannelClosed)
+
+
+async def test_runs_of_a_queue_share_out_the_time(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    lane, program = desk.lane(), desk.step()
+    first, second = await desk.submitted(lane, program, program)
+    now_s = 102.0
+    desk.done(first)
+    now_s = 103.0
+    desk.done(second)
+    now_s = 110.0
+    (third,) = await desk.submitted(lane, program)
+    now_s = 110.5
+    desk.done(third)
+    reports = [await run.done for run in (first, second, third)]
+    assert [report.elapsed_s for report in reports] == [2.0, 1.0, 0.5]
+    assert [report.idle_fraction for report in reports] == [0.875, 0.75, 0.5]
+
+
 async def test_our_own_trouble_with_a_channel_waits_likewise(desk: Desk) -> None:
     desk.path.refusal = ChannelClosed("closed", peer=0)
     (run,) = await desk.submitted(desk.lane(), desk.step())
@@ -713,8 +778,8 @@ async def test_what_a_user_has_given_up_does_not_keep_the_rest_from_ending(desk:
     run, evaluation = await desk.submitted(desk.lane(), desk.step(), desk.step(Phase.EVALUATE))
     run.want(2).cancel()  # nobody should be able to, and yet
     value = run.value(3)
-    hasty = asyncio.ensure_future(desk.coordinator.request(0, m.Peers(4, ())))
-    patient = asyncio.ensure_future(desk.coordinator.request(0, m.Peers(5, ())))
+    hasty = asyncio.ensure_future(desk.coordinator.requests.ask(0, m.Peers(4, ())))
+    patient = asyncio.ensure_future(desk.coordinator.requests.ask(0, m.Peers(5, ())))
     await tick()
     hasty.cancel()
     desk.coordinator.worker_ended(1, "was killed by SIGKILL")
@@ -783,5 +848,5 @@ async def test_nothing_is_sent_to_a_worker_about_programs_of_which_it_has_no_op(
     (run,) = await desk.submitted(desk.lane(), program)
     assert [worker for worker, _ in desk.told(m.Install)] == [1]
     assert [worker for worker, _ in desk.told(m.Start)] == [1]
-    desk.coordinator.receive(1, m.RunDone(run.number, {}, 0.0, 0.0))
+    desk.coordinator.receive(1, m.RunDone(run.number, {}, 0.0))
     await run.done

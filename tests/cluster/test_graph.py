@@ -231,6 +231,31 @@ async def test_ops_awaited_together_for_the_first_time_give_their_values(
         assert list(await asyncio.gather(c, a, b)) == [4, 2, 3]
 
 
+async def test_ops_awaited_together_for_the_first_time_run_once(
+    inside: myelin.Cluster,
+) -> None:
+    called: list[str] = []
+    async with inside.graph() as graph:
+        a = graph.op(lambda: called.append("a"), worker=0)
+        b = graph.op(lambda _: called.append("b"), a, worker=1)
+        c = graph.op(lambda _: called.append("c"), b, worker=0)
+        await asyncio.gather(c, a, b)
+        await asyncio.gather(a, c)
+    assert called == ["a", "b", "c"]
+
+
+async def test_a_value_of_none_can_be_asked_for_as_long_as_somebody_reads_it(
+    graph: myelin.Graph, gate: Gate
+) -> None:
+    none = graph.op(ops.nothing, worker=0)
+    gated = graph.op(ops.pass_gate, gate.path, none, worker=0)
+    run = await graph.run(keep=[gated])
+    await until(lambda: gate.reached)
+    value = run[none]
+    gate.open()
+    assert await value is None
+
+
 async def test_values_that_are_not_kept_are_released(graph: myelin.Graph) -> None:
     a = graph.op(ops.plus, torch.ones(1), 1, worker=0)
     b = graph.op(ops.plus, a, 1, worker=0)
@@ -397,6 +422,21 @@ async def test_what_cannot_travel_between_workers_is_told_with_its_maker(
     with pytest.raises(OpError, match="send of a_set on worker 0 raised TypeError") as caught:
         await away
     assert "the value at the top is a set" in str(caught.value)
+
+
+async def test_an_error_with_the_name_of_one_of_ours_is_the_ops_own(graph: myelin.Graph) -> None:
+    with pytest.raises(OpError, match="call of fail_like_us on worker 1 raised ChannelClosed"):
+        await graph.op(ops.fail_like_us, graph.op(ops.plus, 1, 1, worker=0), worker=1)
+    assert await graph.op(ops.plus, 1, 1, worker=1) == 2
+
+
+async def test_too_long_a_list_is_refused_and_harms_nobody(graph: myelin.Graph) -> None:
+    with pytest.raises(GraphError, match=r"there are 262145 items .* send numbers as a tensor"):
+        graph.input("numbers", [0] * (2**18 + 1))
+    longest = graph.op(ops.long_list, 2**18, worker=0)
+    assert await graph.op(ops.size, longest, worker=1) == 2**18
+    with pytest.raises(OpError, match=r"there are 262145 items"):
+        await graph.op(ops.size, graph.op(ops.long_list, 2**18 + 1, worker=0), worker=1)
 
 
 async def test_what_cannot_travel_may_stay_where_it_is(graph: myelin.Graph) -> None:

@@ -4,14 +4,14 @@ from typing import Any
 import pytest
 
 from myelin.lane import Lane, Pause
-from myelin.run import Distributed, Run
+from myelin.run import InstalledProgram, Run
 from myelin.runtime.graph import Phase, split
 from myelin.runtime.step import StepShape, build_step
 
 
 def made(phase: Phase = Phase.TRAIN, step: int = 0) -> Run:
     graph = build_step(StepShape((0, 1), 1, 1), phase)
-    program = Distributed(1, graph, split(graph, 2), 1)
+    program = InstalledProgram(1, graph, split(graph, 2))
 
     def never(*_: Any) -> None:
         raise AssertionError("a lane asks nobody for anything")

@@ -279,10 +279,11 @@ async def test_assigning_either_name_of_a_tied_weight_assigns_it(name: str) -> N
         assert differing(await whole.weights(), await cut.weights()) == []
 
 
-async def test_two_values_for_one_tied_weight_are_refused() -> None:
+@pytest.mark.parametrize("pipeline", [1, 2])
+async def test_two_values_for_one_tied_weight_are_refused(pipeline: int) -> None:
     new = {"0.token.weight": torch.zeros(13, 12), "4.head.weight": torch.ones(13, 12)}
     async with Cluster(workers=0, threads=1) as cluster:
-        trainer = await trainer_of(cluster, TINY)
+        trainer = await trainer_of(cluster, TINY, pipeline)
         with pytest.raises(ModelError, match="are one weight"):
             await trainer.assign(new)
 

@@ -1,6 +1,7 @@
 import enum
 import math
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from myelin.transports.frames import MAX_ITEMS, Codec
 from myelin.transports.packing import (
     DEPTH_LIMIT,
     DictOf,
@@ -57,6 +59,10 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+class Carrier(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    layout: Layout
 
 
 def over_the_bus(layout: Layout) -> Layout:
@@ -172,6 +178,24 @@ def test_a_value_that_contains_itself_is_refused() -> None:
     value.append(value)
     with pytest.raises(ValueError, match="does it contain itself"):
         pack(value)
+
+
+@pytest.mark.parametrize("items", [list, tuple, lambda many: {str(i): i for i in many}])
+def test_the_longest_value_allowed_crosses_the_bus(items: Callable[[Any], Any]) -> None:
+    value = items(range(MAX_ITEMS))
+    codec = Codec((Carrier,))
+    frame = codec.encode(0, Carrier(pack(value)[0]))
+    _, message = codec.decode(frame)
+    assert isinstance(message, Carrier)
+    assert unpack(message.layout, []) == value
+    with pytest.raises(ValueError, match=rf"there are {MAX_ITEMS + 1} items at \[0\]: at most"):
+        pack([items(range(MAX_ITEMS + 1))])
+
+
+def test_more_tensors_than_can_be_announced_are_refused() -> None:
+    tensors = [[torch.ones(())] * (MAX_ITEMS // 2)] * 3
+    with pytest.raises(ValueError, match="items at the top: at most"):
+        pack(tensors)
 
 
 def test_the_deepest_value_allowed_crosses_the_bus() -> None:
