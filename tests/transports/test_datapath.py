@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ import uvloop
 
 from myelin.errors import ChannelClosed, ChannelError, ChannelTimeout
 from myelin.testing.channel_peer import command, floats
+from myelin.testing.watching import until
 from myelin.transports.datapath import COORDINATOR, DTYPES, DataPath, TensorSpec, spec_of
 from myelin.transports.gloo import EAGER_BYTES, GlooPath
 from myelin.transports.loopback import LoopbackHub
@@ -120,6 +122,16 @@ async def test_every_dtype_and_another_shape_in_each_message_come_out_bit_equal(
         (got,) = await move((0, a), (1, b), sent)
         assert same_bits(got, sent), name
         assert got.is_contiguous()
+
+
+async def test_nobody_keeps_what_came_across(make: MakePath) -> None:
+    a, b = make(0), make(1)
+    sent, (got,) = torch.ones(3), await move((0, a), (1, b), torch.ones(3))
+    await move((0, a), (1, b), sent)  # a message later each thread waits for the next
+    kept = [weakref.ref(sent), weakref.ref(got)]
+    del sent, got
+    gc.collect()
+    await within(until(lambda: [ref() for ref in kept] == [None, None]))
 
 
 async def test_several_tensors_travel_in_one_message(make: MakePath) -> None:
