@@ -5,8 +5,9 @@ own seed, and a factory that builds all blocks at once runs as a whole under one
 that does not come from torch's CPU generator is the factory's own affair.
 """
 
+import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,7 @@ from torch.nn.parameter import is_lazy
 from myelin.errors import ModelError
 from myelin.models.factories import find
 from myelin.models.model import Block, Description, Parts, Tie, load
-from myelin.models.seeds import block_seed as block_seed
-from myelin.models.seeds import op_seed as op_seed
-from myelin.models.seeds import seeded
+from myelin.models.seeds import block_seed, seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +25,18 @@ class BlockInfo:
     """What is known of a block without allocating it.
 
     Attributes:
-        name: the block's class.
-        parameters: numbers in its parameters, those tied to another block's included.
-        buffers: numbers in its buffers.
         cost: what it computes per token or sample, in multiply-adds; more than zero.
     """
 
-    name: str
-    parameters: int
-    buffers: int
     cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What is known of a model without allocating it."""
+
+    blocks: tuple[BlockInfo, ...]
+    ties: tuple[Tie, ...]
 
 
 def outline(description: Description) -> Parts:
@@ -58,11 +59,12 @@ def outline(description: Description) -> Parts:
         return load(description.factory, description.arguments)
 
 
-def describe(description: Description) -> list[BlockInfo]:
-    """Say what each block is like, and check that ties fit.
+def describe(description: Description) -> Sketch:
+    """Say what each block is like and which weights are tied, and check that ties fit.
 
-    Blocks are built on the meta device, so a description of any size takes no memory. A block that
-    cannot be built there is built for real, alone, and discarded.
+    The factory is called once. Blocks are built on the meta device, so a description of any size
+    takes no memory. A block that cannot be built there is built for real, alone, and discarded; a
+    factory that fails there is called a second time, for real.
 
     Raises:
         ModelError: as `load` does; or a builder raised; or a tie does not fit.
@@ -78,42 +80,75 @@ def describe(description: Description) -> list[BlockInfo]:
         )
     for tie in parts.ties:
         _check_tie(tie, shapes)
-    return infos
+    return Sketch(tuple(infos), parts.ties)
 
 
 def build_blocks(
     description: Description, indices: Iterable[int], seed: int
 ) -> dict[int, nn.Module]:
-    """Build the named blocks, and keep nothing else.
+    """Load a description and build the named blocks; see `assemble`."""
+    parts = load(description.factory, description.arguments, seed=seed)
+    return assemble(parts, [indices], seed)[0]
 
-    A tied parameter is one object where both its blocks are built here. Where the owner is
-    elsewhere, the user's parameter starts with the owner's value: the owner block is built under
-    its seed and dropped again, so for that moment both take memory.
+
+def assemble(
+    parts: Parts, groups: Sequence[Iterable[int]], seed: int
+) -> list[dict[int, nn.Module]]:
+    """Build the named blocks of each group, and keep nothing else.
+
+    A tied parameter is one object where both its blocks are in one group; no parameter is in two
+    groups. Where the owner is in no group or in another, the user's parameter starts with the
+    owner's value: an owner that is not built yet is built under its seed and dropped again, so for
+    that moment both take memory.
 
     Args:
-        description: the model.
-        indices: the blocks to build.
-        seed: the model's seed.
+        parts: the model; blocks that it holds ready-made are used themselves, and altered. Where
+            two groups would share a parameter, the later one gets copies.
+        groups: the blocks to build together.
+        seed: the model's seed, as given to `load`.
 
     Returns:
-        The blocks by index, in ascending order, on the CPU and in training mode unless the factory
-        made them otherwise.
+        For each group its blocks by index, in ascending order, on the CPU and in training mode
+        unless the factory made them otherwise.
 
     Raises:
-        ModelError: as `load` does; or an index is out of range; or a builder raised; or a tie does
-            not fit.
+        ModelError: an index is out of range; or a builder raised; or a tie does not fit; or blocks
+            that two groups share cannot be copied.
     """
-    parts = load(description.factory, description.arguments, seed=seed)
-    wanted = sorted(set(indices))
-    if wanted and not 0 <= wanted[0] <= wanted[-1] < len(parts.blocks):
-        raise ModelError(f"blocks {wanted} of a model with blocks 0 to {len(parts.blocks) - 1}")
-    built = {index: _build(parts.blocks[index], index, seed) for index in wanted}
+    made: list[dict[int, nn.Module]] = []
+    for indices in groups:
+        wanted = sorted(set(indices))
+        if wanted and not 0 <= wanted[0] <= wanted[-1] < len(parts.blocks):
+            raise ModelError(f"blocks {wanted} of a model with blocks 0 to {len(parts.blocks) - 1}")
+        built = {index: _build(parts.blocks[index], index, seed) for index in wanted}
+        taken = {id(p) for group in made for block in group.values() for p in block.parameters()}
+        if any(id(p) in taken for block in built.values() for p in block.parameters()):
+            built = _copied(built)
+        _tie(parts, built, seed)
+        made.append(built)
+    return made
+
+
+def _copied(blocks: dict[int, nn.Module]) -> dict[int, nn.Module]:
+    try:
+        return copy.deepcopy(blocks)
+    except Exception as error:
+        raise ModelError(
+            f"blocks {list(blocks)} share weights with another stage of the same worker and cannot "
+            f"be copied ({type(error).__name__}: {error}): return functions that build the blocks, "
+            "and ties, or put the stages on different workers"
+        ) from error
+
+
+def _tie(parts: Parts, built: Mapping[int, nn.Module], seed: int) -> None:
+    """Give the users among the blocks their owners' parameters, or copies if the owner is not."""
     for owner in sorted({tie.owner_block for tie in parts.ties if tie.user_block in built}):
-        block = built[owner] if owner in built else _build(parts.blocks[owner], owner, seed)
+        given = parts.blocks[owner]
+        block = built[owner] if owner in built else _build(given, owner, seed)
+        others = owner not in built and isinstance(given, nn.Module)
         for tie in parts.ties:
             if tie.owner_block == owner and tie.user_block in built:
-                _join(tie, block, built[tie.user_block])
-    return built
+                _join(tie, block, built[tie.user_block], copy_it=others)
 
 
 def _build(block: Block, index: int, seed: int) -> nn.Module:
@@ -143,19 +178,12 @@ def _sketch(block: Block, index: int) -> nn.Module:
 
 
 def _info(block: nn.Module, index: int) -> BlockInfo:
-    name = type(block).__name__
-    parameters, buffers = list(block.parameters()), list(block.buffers())
-    if any(is_lazy(tensor) for tensor in (*parameters, *buffers)):
+    if any(is_lazy(tensor) for tensor in (*block.parameters(), *block.buffers())):
         raise ModelError(
-            f"block {index} ({name}) has parameters without a shape: give its modules their input "
-            "sizes instead of using nn.Lazy..."
+            f"block {index} ({type(block).__name__}) has parameters without a shape: give its "
+            "modules their input sizes instead of using nn.Lazy..."
         )
-    return BlockInfo(
-        name=name,
-        parameters=sum(p.numel() for p in parameters),
-        buffers=sum(b.numel() for b in buffers),
-        cost=_cost(block, index),
-    )
+    return BlockInfo(_cost(block, index))
 
 
 def _cost(block: nn.Module, index: int) -> float:
@@ -196,15 +224,17 @@ def _check_tie(tie: Tie, shapes: Mapping[tuple[int, str], torch.Size]) -> None:
         )
 
 
-def _join(tie: Tie, owner: nn.Module, user: nn.Module) -> None:
-    """Put the owner's parameter wherever the user block holds its own."""
+def _join(tie: Tie, owner: nn.Module, user: nn.Module, *, copy_it: bool) -> None:
+    """Put the owner's parameter, or a copy, wherever the user block holds its own."""
     owned = dict(owner.named_parameters(remove_duplicate=False))
     used = dict(user.named_parameters(remove_duplicate=False))
     shapes = {(tie.owner_block, name): p.shape for name, p in owned.items()}
     shapes |= {(tie.user_block, name): p.shape for name, p in used.items()}
     _check_tie(tie, shapes)
-    replaced = used[tie.user_name]
-    for name, parameter in used.items():
-        if parameter is replaced:
+    replaced, parameter = used[tie.user_name], owned[tie.owner_name]
+    if copy_it:
+        parameter = copy.deepcopy(parameter)
+    for name, own in used.items():
+        if own is replaced:
             path, _, attribute = name.rpartition(".")
-            setattr(user.get_submodule(path), attribute, owned[tie.owner_name])
+            setattr(user.get_submodule(path), attribute, parameter)

@@ -89,7 +89,8 @@ class Parts:
 
     Attributes:
         blocks: in order, each a module or a function that builds one. A builder is called under the
-            block's own seed and must return a fresh module each time.
+            block's own seed and must return a fresh module each time. Modules that come in
+            evaluation mode stay in it when the others are trained.
         loss: see `myelin.models.losses`.
         ties: weights shared between blocks. Between blocks that are given as modules, a parameter
             that is the same object in both needs no mention.
@@ -104,8 +105,9 @@ def load(factory: str, arguments: Mapping[str, object], *, seed: int = 0) -> Par
     """Call a factory and check what it returns.
 
     It may return `Parts`, or `(blocks, loss)` where `blocks` is an `nn.Sequential` or a list of
-    modules and builders. It runs under a seed of its own, so modules that it builds at once are the
-    same in every process. torch's generator is afterwards as it was before.
+    modules and builders. It runs under a seed of its own, so modules that it builds at once, and
+    tensors that its loss holds, are the same in every process. torch's generator is afterwards as
+    it was before.
 
     Args:
         factory: its import path.

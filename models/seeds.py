@@ -1,8 +1,9 @@
 """Stable seeds, and the one place where the process-wide random generator is set.
 
 torch's default CPU generator belongs to the process, not to the thread. With `workers=0` several
-workers build and run blocks on threads of one process, so whoever draws from it must hold the lock
-that `seeded` takes; otherwise weights and dropout masks depend on timing.
+workers build and run blocks on threads of one process. The lock that `seeded` takes keeps their
+draws apart; it cannot stop others, the caller or a data set say, who draw without it while a block
+does: they change its draws, and theirs come from its seed.
 """
 
 import hashlib
@@ -36,9 +37,9 @@ def op_seed(seed: int, step: int, block: int, microbatch: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Hold the process-wide CPU generator, seeded; what it was before is put back at the end.
+    """Seed the process-wide CPU generator; what it was before is put back at the end.
 
-    Threads wait for each other here, so leave it out where nothing is drawn. It costs 3 us;
+    Threads that enter wait for each other, so leave it out where nothing is drawn. It costs 3 us;
     `torch.manual_seed`, which sets the same state, costs 126 us as it looks for accelerators.
     """
     generator = torch.default_generator

@@ -5,12 +5,13 @@ announces in the order in which it sends, and the receiver posts receives in the
 announcements, at once, whatever became of the run meanwhile. So channels stay in step when runs end
 early.
 
-A data path delivers contiguous tensors. A dense tensor whose dimensions lie in memory in another
-order travels in that order and is turned back, since the last bits of some sums depend on it.
+A value arrives as it was. A data path delivers contiguous tensors, so the announcement says how
+each lay in memory (`myelin.runtime.strides`), and a tensor that stands in a value several times
+travels once and is again one tensor.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from myelin.runtime.jitter import Delays
 from myelin.runtime.messages import Announce, Purpose
+from myelin.runtime.strides import restored, travelling
 from myelin.transports.datapath import DataPath, spec_of
 from myelin.transports.packing import pack, unpack
 
@@ -57,14 +59,12 @@ class Courier:
         Raises:
             TypeError, ValueError: the value holds something that cannot travel; nothing was sent.
         """
-        layout, tensors = pack(value)
-        orders = tuple(_memory_order(tensor) for tensor in tensors)
-        tensors = [
-            tensor.detach().permute(order) if order else tensor.detach()
-            for tensor, order in zip(tensors, orders, strict=True)
-        ]
+        layout, parts = pack(value)
+        tensors, places = _each_once(parts)
+        parcels = [travelling(tensor.detach()) for tensor in tensors]
+        tensors, forms = [tensor for tensor, _ in parcels], tuple(form for _, form in parcels)
         specs = tuple(spec_of(tensor) for tensor in tensors)
-        self._send(peer, Announce(purpose, key, label, layout, specs, orders))
+        self._send(peer, Announce(purpose, key, label, layout, specs, forms, places))
         if tensors:
             return self._path.send(peer, tensors, label=label)
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,9 +88,8 @@ class Courier:
         value = None
         if error is None:
             try:
-                tensors = [] if coming is None else coming.result()
-                value = unpack(announcement.layout, _turned_back(tensors, announcement.orders))
-            except ValueError as bad:
+                value = _put_together(announcement, [] if coming is None else coming.result())
+            except (ValueError, RuntimeError) as bad:  # RuntimeError: there is no memory for it
                 error = bad
         delay_s = self._delays.of_message_s()
         if delay_s:
@@ -100,28 +99,23 @@ class Courier:
             self._deliver_to(peer, announcement, value, error)
 
 
-def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions as they lie in memory, outermost first; () if as usual or not dense."""
-    if tensor.is_contiguous():
-        return ()
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dimension: -strides[dimension]))
-    return order if tensor.permute(order).is_contiguous() else ()
+def _each_once(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    """Return the different tensors, and for each place the index of its own; () if all differ."""
+    indices: dict[int, int] = {}
+    places = tuple(indices.setdefault(id(tensor), len(indices)) for tensor in tensors)
+    if len(indices) == len(tensors):
+        return tensors, ()
+    return list({id(tensor): tensor for tensor in tensors}.values()), places
 
 
-def _turned_back(
-    tensors: Sequence[torch.Tensor], orders: Sequence[tuple[int, ...]]
-) -> list[torch.Tensor]:
-    """Give tensors their dimensions' own order back.
+def _put_together(announcement: Announce, tensors: list[torch.Tensor]) -> Any:
+    """Make the value of the tensors that came for it.
 
     Raises:
-        ValueError: the orders do not belong to these tensors.
+        ValueError: the announcement does not belong to these tensors.
     """
-    turned = []
-    for tensor, order in zip(tensors, orders, strict=True):
-        if order and sorted(order) != list(range(tensor.ndim)):
-            raise ValueError(f"{order} is no order of the {tensor.ndim} dimensions of a tensor")
-        turned.append(
-            tensor.permute([order.index(d) for d in range(tensor.ndim)]) if order else tensor
-        )
-    return turned
+    own = [restored(*pair) for pair in zip(tensors, announcement.forms, strict=True)]
+    places = announcement.places or range(len(own))
+    if set(places) != set(range(len(own))):
+        raise ValueError(f"places {places} do not belong to {len(own)} tensors")
+    return unpack(announcement.layout, [own[place] for place in places])

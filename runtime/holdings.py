@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from myelin.models.building import describe
-from myelin.models.model import load
 from myelin.runtime import messages as m
 from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.executor import CallExecutor, Executor
@@ -67,12 +66,9 @@ class Holdings:
         return m.Done(request.request)
 
     def _describe(self, request: m.Describe) -> m.Described:
-        ties = load(request.factory, request.arguments).ties
-        return m.Described(
-            request.request,
-            tuple(describe(request)),
-            tuple((t.owner_block, t.owner_name, t.user_block, t.user_name) for t in ties),
-        )
+        sketch = describe(request)
+        ties = ((t.owner_block, t.owner_name, t.user_block, t.user_name) for t in sketch.ties)
+        return m.Described(request.request, sketch.blocks, tuple(ties))
 
     def _install(self, request: m.Install) -> None:
         executor: Executor

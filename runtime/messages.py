@@ -13,6 +13,7 @@ import msgspec
 from myelin.models.building import BlockInfo
 from myelin.runtime.graph import Program
 from myelin.runtime.optimizer import Optimizer
+from myelin.runtime.strides import Form
 from myelin.transports.datapath import TensorSpec
 from myelin.transports.packing import Layout
 
@@ -115,7 +116,10 @@ class Peers(_Message, frozen=True):
 
 
 class Describe(_Message, frozen=True):
-    """Ask for the costs of a model's blocks; nothing is allocated."""
+    """Ask for the costs of a model's blocks, and its ties.
+
+    Nothing is allocated, except of what cannot be built on the meta device.
+    """
 
     request: int
     factory: str
@@ -280,7 +284,8 @@ class Announce(_Message, frozen=True):
         label: names the op in errors.
         layout: how to put the value together.
         specs: of the tensors as they travel.
-        orders: for each tensor the order of dimensions in which it travels, () for the usual one.
+        forms: for each of these its size and stride in every dimension, () if it stays as it came.
+        places: for each tensor of the value which of these it is, () if they are the same in order.
     """
 
     purpose: Purpose
@@ -288,7 +293,8 @@ class Announce(_Message, frozen=True):
     label: str
     layout: Layout
     specs: tuple[TensorSpec, ...]
-    orders: tuple[tuple[int, ...], ...]
+    forms: tuple[Form, ...]
+    places: tuple[int, ...] = ()
 
 
 MESSAGES: tuple[type[msgspec.Struct], ...] = (

@@ -5,10 +5,16 @@ autograd graph at its border and nowhere else. What crosses a border is `(value,
 one flag per tensor of the value, so that the next stage computes a gradient for exactly those
 tensors that a plain loop would.
 
+Nobody writes into a tensor that has left a stage, since others may be reading it: a stage copies
+what comes in, and blocks may write into the copies. A copy lies in memory as its original does, and
+so do gradients, also where autograd has expanded them. A tensor that stands in a value twice is one
+tensor on either side. Tensors that merely share memory, such as a tensor and a view of it, no
+longer do so on the other side; that matters only to blocks that write into one of them.
+
 All methods run on the device's compute thread, except where they say otherwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +25,7 @@ from torch import Tensor, nn
 from myelin.models.seeds import op_seed, seeded
 from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.messages import StageSpec
+from myelin.runtime.strides import copied
 from myelin.transports.packing import map_tensors, tensors_of
 
 
@@ -35,18 +42,45 @@ class Cursor:
         if self._black_box is not None:
             self._black_box.block(block)
 
-    def watch(self, tensors: Sequence[Tensor], block: int) -> None:
-        """Have the backward say that it enters `block` when it reaches the block's outputs."""
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.enter(block))  # type: ignore[no-untyped-call]
+    def watch(self, made: Sequence[Tensor], block: int) -> None:
+        """Have the backward say that it enters `block` when it reaches a tensor that it made."""
+        for tensor in made:
+            tensor.register_hook(lambda _: self.enter(block))  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class _Inlet:
+    """The place of a tensor in a stage's input; its gradient comes out here."""
+
+    gradient: Tensor | None = None
+
+
+class _Border(torch.autograd.Function):
+    """Copies a tensor into a stage; its gradient goes to the inlet, as it lies in memory.
+
+    The gradient is a copy too: autograd may let the `.grad` of a parameter share its memory, to
+    which later backwards add.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, inlet: _Inlet) -> Tensor:
+        ctx.inlet = inlet
+        ctx.set_materialize_grads(False)
+        return copied(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        (gradient,) = gradients
+        if gradient is not None:
+            ctx.inlet.gradient = copied(gradient)
+        return None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """What a forward leaves for its backward."""
 
-    leaves: list[Tensor]
+    inlets: list[_Inlet]
     outputs: list[Tensor]
 
 
@@ -90,6 +124,9 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         self._buffers: list[_Buffer] | None = None
         self._drawing = {index for index, block in self.blocks.items() if may_draw(block)}
+        self._modules = {m: None for block in self.blocks.values() for m in block.modules()}
+        self._resting = [module for module in self._modules if not module.training]
+        self._training: bool | None = None  # the mode that the blocks were put into, if any
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by the names they have in `nn.Sequential(*all_blocks)`."""
@@ -108,13 +145,16 @@ class Stage:
             if not isinstance(tensor, nn.Parameter) and isinstance(tensor, Tensor)
         }
 
-    def infer(self, value: Any) -> Any:
+    def infer(self, value: Any, *, step: int, microbatch: int) -> Any:
         """Run the blocks in evaluation mode and return the last one's output; saves nothing."""
+        self._switch(training=False)
+        if self.spec.stage:
+            value = each_once(copied, value)
         with torch.no_grad():
             for index, block in self.blocks.items():
                 self._cursor.enter(index)
-                block.eval()
-                value = block(value)
+                with self._random(index, step, microbatch):
+                    value = block(value)
         self._cursor.enter(None)
         return value
 
@@ -123,29 +163,69 @@ class Stage:
     ) -> Any:
         """Run the blocks in training mode; the output is attached to the autograd graph.
 
-        Call `keep` with what a backward is to start from before the next forward.
+        Modules that the factory put into evaluation mode stay in it. Call `keep` with what a
+        backward is to start from before the next forward.
         """
+        self._switch(training=True)
         self._remember_buffers()
-        self._leaves: list[Tensor] = []
-        flags = iter(wants_gradient)
-        value = map_tensors(lambda tensor: self._enter(tensor, next(flags)), value)
+        value = self._enter(value, wants_gradient)
+        tensors = tensors_of(value)
         for index, block in self.blocks.items():
             self._cursor.enter(index)
-            block.train()
+            makers = {id(tensor): tensor.grad_fn for tensor in tensors}
             with self._random(index, step, microbatch):
                 value = block(value)
-            self._cursor.watch(tensors_of(value), index)
+            outputs = tensors_of(value)
+            self._cursor.watch(list(_made(outputs, makers)), index)
+            tensors = outputs
         self._cursor.enter(None)
         return value
 
-    def _enter(self, tensor: Tensor, wants_gradient: bool) -> Tensor:
-        leaf = tensor.detach().requires_grad_(wants_gradient)
-        self._leaves.append(leaf)
-        return leaf.clone() if wants_gradient else leaf  # blocks may write into it, not into a leaf
+    def _enter(self, value: Any, wants_gradient: Sequence[bool]) -> Any:
+        """Return the tensors for the blocks, which may write into them.
+
+        Those of the first stage are the run's own parts of the batch, which nobody else reads.
+        """
+        inlets: dict[int, _Inlet] = {}
+        wants = dict(zip(map(id, tensors_of(value)), wants_gradient, strict=True))
+
+        def enter(tensor: Tensor) -> Tensor:
+            inlet = inlets[id(tensor)] = _Inlet()
+            if wants[id(tensor)]:
+                leaf = tensor.detach().requires_grad_()
+                return _Border.apply(leaf, inlet)  # type: ignore[no-any-return,no-untyped-call]
+            return copied(tensor) if self.spec.stage else tensor
+
+        entered = each_once(enter, value)
+        self._inlets = [inlets[id(tensor)] for tensor in tensors_of(value)]
+        return entered
+
+    def leaving(self, output: Any) -> Any:
+        """Return an output for others to read: detached, and no weight or buffer of this stage.
+
+        Those may change while it is under way, so copies of them leave.
+        """
+        made = all(t.grad_fn is not None and not t._is_view() for t in tensors_of(output))
+        own = set() if made else self._own_memory()
+
+        def leave(tensor: Tensor) -> Tensor:
+            detached = tensor.detach()
+            return copied(detached) if _memory(detached) in own else detached
+
+        return each_once(leave, output)
+
+    def _own_memory(self) -> set[int]:
+        """Return where the weights and buffers are."""
+        return {
+            _memory(tensor)
+            for module in self._modules
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None and tensor.numel()
+        }
 
     def keep(self, microbatch: int, outputs: list[Tensor]) -> None:
         """Save what the backward of `microbatch` starts from: `outputs`, still attached."""
-        self._saved[microbatch] = _Saved(self._leaves, outputs)
+        self._saved[microbatch] = _Saved(self._inlets, outputs)
 
     def backward(
         self,
@@ -163,20 +243,21 @@ class Stage:
                 starts its sums with them, as it would in one graph of the whole model.
 
         Returns:
-            The gradient of each tensor of the stage's input; they belong to the caller.
+            The gradient of each tensor of the stage's input; they belong to the caller. Of a tensor
+            that stands in it twice, either place has the whole gradient.
         """
         saved = self._saved.pop(microbatch)
-        outputs = [
-            (output, gradient)
+        outputs = {
+            id(output): (output, gradient)
             for output, gradient in zip(saved.outputs, gradients, strict=True)
             if output.requires_grad and gradient is not None
-        ]
-        roots = [*from_users, *outputs]
+        }
+        roots = [*from_users, *outputs.values()]
         if roots:
             tensors, given = zip(*roots, strict=True)
             torch.autograd.backward(tensors, given)
         self._cursor.enter(None)
-        return [leaf.grad for leaf in saved.leaves]
+        return [inlet.gradient for inlet in saved.inlets]
 
     def discard(self) -> None:
         """Undo what an ended run left: saved activations, gradients, changed buffers."""
@@ -190,6 +271,17 @@ class Stage:
     def commit(self) -> None:
         """Forget how the buffers were before the run: it is not going to be undone."""
         self._buffers = None
+
+    def _switch(self, *, training: bool) -> None:
+        """Put all blocks into a mode, except for modules that the factory put to rest."""
+        if self._training is training:
+            return
+        self._training = None  # for a `train` that raises
+        for block in self.blocks.values():
+            block.train() if training else block.eval()
+        for module in self._resting:
+            module.training = False
+        self._training = training
 
     def _remember_buffers(self) -> None:
         if self._buffers is None:
@@ -207,6 +299,31 @@ class Stage:
         return seeded(op_seed(self._seed, step, index, microbatch))
 
 
+def each_once(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return the value with `function(tensor)` in every place of each tensor, called once each."""
+    done: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = function(tensor)
+        return done[id(tensor)]
+
+    return map_tensors(once, value)
+
+
+def _made(outputs: Sequence[Tensor], makers: dict[int, Any]) -> Iterator[Tensor]:
+    """Yield what a block has made of its inputs, whose ids and makers (before it ran) are given."""
+    for tensor in outputs:
+        maker = tensor.grad_fn
+        if maker is not None and makers.get(id(tensor)) is not maker:
+            makers[id(tensor)] = maker
+            yield tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
 def may_draw(block: nn.Module) -> bool:
     """Tell whether a forward of `block` may draw random numbers; True where it cannot be known."""
     declared = getattr(block, "draws_random", None)
@@ -216,7 +333,9 @@ def may_draw(block: nn.Module) -> bool:
 
 
 def _deterministic(module: nn.Module) -> bool:
-    if not type(module).__module__.startswith("torch.nn."):
+    """Tell whether all that runs is torch's own, and of that what draws nothing."""
+    hooked = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+    if hooked or not type(module).__module__.startswith("torch.nn."):
         return False
     return (
         not getattr(module, "p", 0)

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from myelin.errors import BatchError
-from myelin.models.building import build_blocks
+from myelin.models.building import assemble
 from myelin.models.losses import total, weigh
-from myelin.models.model import load
+from myelin.models.model import Parts, load
 from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.executor import RunState
 from myelin.runtime.graph import Kind, Op, Phase
 from myelin.runtime.messages import Build, TieSpec
 from myelin.runtime.stage import Cursor, Stage
+from myelin.runtime.strides import copied
 from myelin.transports.packing import map_tensors, tensors_of
 
 
@@ -36,11 +37,12 @@ class StepExecutor:
 
     def __init__(self, build: Build, black_box: BlackBox | None = None) -> None:
         self._last_stage, self._ties = build.last_stage, build.ties
-        self._loss = load(build.factory, build.arguments).loss
+        parts = load(build.factory, build.arguments, seed=build.seed)
+        self._loss = parts.loss
         self._cursor = Cursor(black_box)
-        self._stages = _build_stages(build, self._cursor)
+        self._stages = _build_stages(build, parts, self._cursor)
         self._tied_gradients: dict[tuple[int, int], Tensor | None] = {}
-        self._gradients: dict[str, Tensor] = {}  # of the latest run that was for gradients alone
+        self._gradients: dict[int, dict[str, Tensor]] = {}  # by stage, of the latest such run
         self._optimizers = {
             stage: build.optimizer.build(own)
             for stage, own in ((s, self._own_parameters(s)) for s in self._stages)
@@ -87,7 +89,7 @@ class StepExecutor:
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the latest run for gradients alone, by name; gives them away."""
         found, self._gradients = self._gradients, {}
-        return found
+        return {name: gradient for part in found.values() for name, gradient in part.items()}
 
     def assign(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers by name, in place."""
@@ -106,20 +108,20 @@ class StepExecutor:
         if backward:
             output = stage.forward(value, wants, step=state.step, microbatch=microbatch)
         else:
-            output = stage.infer(value)
+            output = stage.infer(value, step=state.step, microbatch=microbatch)
         if op.stage == self._last_stage:
             return self._finish_forward(stage, state, microbatch, output, inputs[1:])
         tensors = tensors_of(output)
         if backward:
             stage.keep(microbatch, tensors)
-        return map_tensors(Tensor.detach, output), [t.requires_grad for t in tensors]
+        return stage.leaving(output), [t.requires_grad for t in tensors]
 
     def _finish_forward(
         self, stage: Stage, state: RunState, microbatch: int, output: Any, targets: Sequence[Any]
     ) -> Any:
         """Return this microbatch's share of the loss, or in a prediction the output itself."""
         if state.phase is Phase.PREDICT:
-            return output
+            return stage.leaving(output)
         target = _split(targets[0], state, "targets")[microbatch]
         with torch.set_grad_enabled(state.phase is not Phase.EVALUATE):
             loss = total(self._loss, output, target, self._weight(state, targets[0]))
@@ -170,7 +172,8 @@ class StepExecutor:
         names: dict[nn.Parameter, str] = {}
         for name, parameter in stage.parameters().items():
             names.setdefault(parameter, name)
-        self._gradients |= {n: p.grad for p, n in names.items() if p.grad is not None}
+        found = {n: p.grad for p, n in names.items() if p.grad is not None}
+        self._gradients[stage.spec.stage] = found
         stage.discard()
 
     def _tie_gradient(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Tensor | None:
@@ -229,12 +232,13 @@ class StepExecutor:
         return list(found.values())
 
 
-def _build_stages(build: Build, cursor: Cursor) -> dict[int, Stage]:
-    stages = {}
-    for spec in build.stages:  # one call a stage: blocks of two stages share no tensor
-        blocks = build_blocks(build, range(spec.first, spec.last + 1), build.seed)
-        stages[spec.stage] = Stage(spec, blocks, seed=build.seed, cursor=cursor)
-    return stages
+def _build_stages(build: Build, parts: Parts, cursor: Cursor) -> dict[int, Stage]:
+    groups = [range(spec.first, spec.last + 1) for spec in build.stages]
+    built = assemble(parts, groups, build.seed)
+    return {
+        spec.stage: Stage(spec, blocks, seed=build.seed, cursor=cursor)
+        for spec, blocks in zip(build.stages, built, strict=True)
+    }
 
 
 def _by_user(ties: Sequence[TieSpec]) -> list[TieSpec]:
@@ -253,7 +257,7 @@ def _split(value: Any, state: RunState, name: str) -> list[Any]:
         parts: dict[int, list[Tensor]] = defaultdict(list)
         for tensor in tensors_of(value):
             for microbatch, part in enumerate(tensor.tensor_split(state.microbatches)):
-                parts[microbatch].append(part.clone())  # views would share a version counter
+                parts[microbatch].append(copied(part))  # views would share a version counter
         state.scratch[name] = [_rebuild(value, parts[m]) for m in range(state.microbatches)]
     return list(state.scratch[name])
 

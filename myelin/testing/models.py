@@ -135,6 +135,93 @@ def turned(width: int = 4, tokens: int = 64) -> Modules:
     return blocks, functional.mse_loss
 
 
+def gapped(width: int = 4, inside: int = 512) -> Modules:
+    """Hand on every second number, and add up, which expands the gradient: x_BTD -> y_BTD.
+
+    Sums of so many numbers depend on where in memory they lie.
+    """
+    blocks = [
+        nn.Linear(width, inside),
+        Second(),
+        Sum(),
+        nn.Linear(1, width + 1),
+        Sum(),
+        nn.Linear(1, width),
+    ]
+    return blocks, functional.mse_loss
+
+
+def summing(width: int = 4) -> Modules:
+    """Begin with the sum of a tensor of any size: x_BTD -> y_BTW."""
+    return [Sum(), nn.Linear(1, width)], functional.mse_loss
+
+
+def standing_twice(width: int = 4) -> Modules:
+    """Hold one module as the first and the last block: x_BD -> y_BD."""
+    block = nn.Linear(width, width)
+    return [block, nn.Tanh(), block], functional.mse_loss
+
+
+def chunked(width: int = 4, inside: int = 128) -> Modules:
+    """Hand on three parts of one tensor: x_BD -> y_BD."""
+    blocks = [nn.Linear(width, 3 * inside), Thirds(), Mix(), nn.Linear(1, width)]
+    return blocks, functional.mse_loss
+
+
+def doubled(width: int = 4) -> Modules:
+    """Hand one tensor on twice, use it three times, and write into one of the two: x_BD -> y_BD."""
+    blocks = [nn.Linear(width, width + 1), Twice(), nn.Identity(), Weave(width + 1, width)]
+    return blocks, functional.mse_loss
+
+
+def noisy(width: int = 4) -> Modules:
+    """Draw random numbers in evaluation mode too, in a block and in a hook: x_BD -> y_BD."""
+    hooked = nn.Linear(width, width + 1)
+    hooked.register_forward_hook(add_noise)
+    return [hooked, nn.Tanh(), Noise(), nn.Linear(width + 1, width)], functional.mse_loss
+
+
+def resting(width: int = 4) -> Modules:
+    """Hold modules that the factory has put into evaluation mode, and others: x_BD -> y_BD."""
+    norm, dropout = nn.BatchNorm1d(width), nn.Dropout()
+    norm.running_mean = torch.arange(1.0, width + 1)
+    middle = nn.Sequential(nn.Linear(width, width + 1), dropout, nn.BatchNorm1d(width + 1))
+    norm.eval()
+    dropout.eval()
+    return [norm, middle, nn.Linear(width + 1, width)], functional.mse_loss
+
+
+def carrying(width: int = 4) -> Modules:
+    """Hand on a parameter, and a buffer that every forward changes: x_BD -> y_BD."""
+    return [Carry(width), nn.Identity(), Apply(width, width + 1), nn.Linear(width + 1, width)], (
+        functional.mse_loss
+    )
+
+
+def projected(width: int = 4) -> Modules:
+    """Compare under random projections, which the factory draws for the loss: x_BD -> y_BD."""
+    blocks = [nn.Linear(width, width + 1), nn.Tanh(), nn.Linear(width + 1, width)]
+    return blocks, partial(projected_error, torch.randn(width, width))
+
+
+def routed(width: int = 4) -> Modules:
+    """Use one of two linear layers, by the sign of the first number: x_BD -> y_BD."""
+    return [Route(width), nn.Linear(width + 1, width)], functional.mse_loss
+
+
+def failing_early(width: int = 4) -> Modules:
+    """Raise once in the first backward of block 1, whose output the next ones hand on."""
+    inner = nn.Linear(width + 1, width + 2)
+    blocks = [
+        nn.Linear(width, width + 1),
+        Failing(inner, Where.BACKWARD, 0),
+        nn.Identity(),
+        nn.Identity(),
+        nn.Linear(width + 2, width),
+    ]
+    return blocks, functional.mse_loss
+
+
 def wide(width: int = 4) -> Modules:
     """Compute in double precision: x_BD -> y_BD."""
     blocks, loss = mlp(width)
@@ -335,6 +422,127 @@ class Last(nn.Module):
     def forward(self, x_BDT: torch.Tensor) -> torch.Tensor:
         """Return x_BD."""
         return x_BDT.sum(-1) / self.size
+
+
+class Second(nn.Module):
+    """Takes every second number, without moving one."""
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Return x_BTD with half as many columns."""
+        return x_BTD[..., ::2]
+
+
+class Sum(nn.Module):
+    """Adds up; its gradient is one number in many places."""
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Return sums_BT1."""
+        return x_BTD.sum(-1, keepdim=True)
+
+
+class Thirds(nn.Module):
+    """Divides its input without moving a number."""
+
+    def forward(self, x_BD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return three tensors with a third of the columns each."""
+        return x_BD.chunk(3, dim=-1)
+
+
+class Mix(nn.Module):
+    """Adds up three tensors in three ways."""
+
+    def forward(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return y_B1."""
+        first_BD, second_BD, third_BD = parts
+        whole = second_BD.sum() / second_BD.numel()
+        return first_BD.sum(1, keepdim=True) * whole + (third_BD * first_BD).mean(1, keepdim=True)
+
+
+class Twice(nn.Module):
+    """Returns its input twice."""
+
+    def forward(self, x_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (x_BD, x_BD)."""
+        return x_BD, x_BD
+
+
+class Weave(nn.Module):
+    """Uses two tensors in turns; what it writes into one it reads in the other if they are one."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(inputs, outputs) for _ in range(4))
+
+    def forward(self, parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return y_BD."""
+        one_BD, other_BD = parts
+        one_BD.mul_(2.0)
+        used = (one_BD, other_BD, one_BD, other_BD)
+        made = [layer(x_BD) for layer, x_BD in zip(self.layers, used, strict=True)]
+        return torch.tanh(torch.stack(made)).sum(0)
+
+
+class Noise(nn.Module):
+    """Adds random numbers, in whatever mode it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return y."""
+        return x + torch.randn_like(x)
+
+
+def add_noise(_module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+    """Add random numbers to a module's output; a forward hook."""
+    return output + torch.randn_like(output)
+
+
+class Carry(nn.Module):
+    """Hands its scale on, and a running mean that it changes in place."""
+
+    mean: torch.Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_buffer("mean", torch.ones(width))
+
+    def forward(self, x_BD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return (y_BD, scale_D, mean_D)."""
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x_BD.detach().mean(0))
+        return self.linear(x_BD) * self.scale, self.scale, self.mean
+
+
+class Apply(nn.Module):
+    """Uses what `Carry` hands on."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Take (y_BD, scale_D, mean_D) and return z_BD."""
+        y_BD, scale_D, mean_D = parts
+        return self.linear(y_BD + mean_D) + self.linear(scale_D)  # type: ignore[no-any-return]
+
+
+def projected_error(
+    projection_DD: torch.Tensor, output_BD: torch.Tensor, target_BD: torch.Tensor
+) -> torch.Tensor:
+    """Return the mean squared error of what a projection leaves."""
+    return functional.mse_loss(output_BD @ projection_DD, target_BD @ projection_DD)
+
+
+class Route(nn.Module):
+    """Two linear layers, of which a forward uses one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width + 1) for _ in range(2))
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        """Return y_BD."""
+        return self.layers[int(x_BD[0, 0] > 0)](x_BD)  # type: ignore[no-any-return]
 
 
 class Where(StrEnum):

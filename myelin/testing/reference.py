@@ -3,13 +3,14 @@
 One model, one optimizer, one thread of control; the same microbatches, one after the other.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from myelin.models.building import build_blocks
+from myelin.models.building import assemble
 from myelin.models.losses import total, weigh
 from myelin.models.model import Description, load
 from myelin.models.seeds import op_seed, seeded
@@ -19,10 +20,12 @@ from myelin.runtime.optimizer import Optimizer
 class PlainLoop:
     """Trains a described model the way a script would.
 
+    In training, modules that the factory put into evaluation mode stay in it.
+
     Args:
         description: the model; all its blocks are built here, so a tied weight is one parameter.
         optimizer: what updates it.
-        seed: as the trainer's: initial weights and dropout depend on it.
+        seed: as the trainer's: initial weights and all that blocks draw depend on it.
         microbatches: how many parts a batch is split into, if it has so many rows.
     """
 
@@ -34,10 +37,11 @@ class PlainLoop:
         seed: int = 0,
         microbatches: int = 1,
     ) -> None:
-        parts = load(description.factory, description.arguments)
-        blocks = build_blocks(description, range(len(parts.blocks)), seed)
+        parts = load(description.factory, description.arguments, seed=seed)
+        (blocks,) = assemble(parts, [range(len(parts.blocks))], seed)
         self.model = nn.Sequential(*blocks.values())
         self.loss = parts.loss
+        self._resting = [m for block in blocks.values() for m in block.modules() if not m.training]
         self.steps = 0
         self._seed, self._microbatches = seed, microbatches
         self._optimizer = optimizer.build(p for p in self.model.parameters() if p.requires_grad)
@@ -65,10 +69,17 @@ class PlainLoop:
         self.model.eval()
         with torch.no_grad():
             shares = [
-                total(self.loss, self.model(value), target, weight)
-                for value, target, weight in self._split(batch)
+                total(self.loss, self._forward(value, microbatch), target, weight)
+                for microbatch, (value, target, weight) in enumerate(self._split(batch))
             ]
         return float(sum(shares))
+
+    def predict(self, inputs: Any) -> list[Any]:
+        """Return the output for each microbatch of `inputs`, in evaluation mode."""
+        self.model.eval()
+        with torch.no_grad():
+            parts = _parts(inputs, self._microbatches)
+            return [self._forward(value, number) for number, value in enumerate(parts)]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of all parameters and buffers."""
@@ -76,15 +87,20 @@ class PlainLoop:
 
     def _accumulate(self, batch: tuple[Any, Any]) -> float:
         self.model.train()
+        for module in self._resting:
+            module.training = False
         shares = []
         for microbatch, (value, target, weight) in enumerate(self._split(batch)):
-            for index, block in enumerate(self.model):
-                with seeded(op_seed(self._seed, self.steps, index, microbatch)):
-                    value = block(value)
-            share = total(self.loss, value, target, weight)
+            share = total(self.loss, self._forward(value, microbatch), target, weight)
             share.backward()  # type: ignore[no-untyped-call]
             shares.append(share.detach())
         return float(sum(shares))
+
+    def _forward(self, value: Any, microbatch: int) -> Any:
+        for index, block in enumerate(self.model):
+            with seeded(op_seed(self._seed, self.steps, index, microbatch)):
+                value = block(value)
+        return value
 
     def _split(self, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any, int]]:
         """Yield (inputs, targets, weight of the whole batch) of each microbatch."""
@@ -113,8 +129,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _parts(value: Any, parts: int) -> list[Any]:
     """Split every tensor in a tensor, tuple, list or dict along dimension 0; no part is empty."""
     if isinstance(value, torch.Tensor):
-        copy = value.clone(memory_format=torch.contiguous_format)  # a block may write into it
-        return list(copy.tensor_split(min(parts, len(copy))))
+        own = copy.deepcopy(value)  # a block may write into it; it keeps its strides
+        return list(own.tensor_split(min(parts, len(own))))
     if isinstance(value, dict):
         columns = {key: _parts(part, parts) for key, part in value.items()}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -34,6 +34,16 @@ CASES: list[tuple[Model, Any]] = [
     (Model(models.frozen_first), vectors()),
     (Model(models.shared), vectors()),
     (Model(models.dropping, dropout=0.1), vectors()),
+    (Model(models.inplace), vectors()),
+    (Model(models.skipping), vectors()),
+    (Model(models.gapped), vectors()),
+    (Model(models.chunked), vectors()),
+    (Model(models.doubled), vectors()),
+    (Model(models.noisy), vectors()),
+    (Model(models.resting), vectors()),
+    (Model(models.carrying), vectors()),
+    (Model(models.projected), vectors()),
+    (Model(models.standing_twice), vectors()),
 ]
 
 

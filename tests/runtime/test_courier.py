@@ -110,7 +110,7 @@ async def test_a_tensor_comes_across_with_its_announcement(pair: Pair) -> None:
             label="send 4",
             layout=TensorAt(0),
             specs=(TensorSpec((2, 3), "float32"),),
-            orders=((),),
+            forms=((),),
         )
     ]
     pair.here.announce_to(pair.there)
@@ -146,9 +146,14 @@ async def test_nested_values_keep_their_shape(pair: Pair, value: Any) -> None:
         torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
         torch.arange(6.0).reshape(2, 3).T,
         torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.arange(24.0).reshape(4, 6)[:, ::2],
+        torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)[1:, :, ::2],
+        torch.arange(3.0).reshape(3, 1).expand(3, 4),
+        torch.tensor(1.0).expand(3, 4),
+        torch.ones(5, 1)[:, :1],
     ],
 )
-async def test_a_dense_tensor_keeps_its_strides(pair: Pair, tensor: torch.Tensor) -> None:
+async def test_a_tensor_keeps_its_strides(pair: Pair, tensor: torch.Tensor) -> None:
     pair.here.post(pair.there, tensor, number=0)
     pair.here.announce_to(pair.there)
     (delivery,) = await pair.there.deliveries(1)
@@ -185,13 +190,45 @@ def test_a_permuted_tensor_of_any_shape_arrives_with_its_values_and_strides(
         assert [came.stride(d) for d in wide] == [tensor.stride(d) for d in wide]
 
 
-async def test_an_order_of_dimensions_that_does_not_fit_the_tensor_is_an_error(pair: Pair) -> None:
+async def test_a_form_that_does_not_fit_the_tensor_is_an_error(pair: Pair) -> None:
     pair.here.post(pair.there, torch.ones(2, 3).T, number=0)
     ((_, announcement),) = pair.here.announced
-    wrong = msgspec.structs.replace(announcement, orders=((0, 0),))
+    wrong = msgspec.structs.replace(announcement, forms=(((3, 1), (3, 2)),))
     pair.there.courier.announced(0, wrong)
     (delivery,) = await pair.there.deliveries(1)
-    assert "no order of the 2 dimensions" in str(delivery.error)
+    assert "cannot take the form" in str(delivery.error)
+
+
+async def test_a_tensor_that_stands_in_a_value_twice_travels_once_and_is_one_again(
+    pair: Pair,
+) -> None:
+    one, other = torch.ones(2, 3).T, torch.zeros(3)
+    pair.here.post(pair.there, {"a": one, "b": [other, one]})
+    ((_, announcement),) = pair.here.announced
+    assert len(announcement.specs) == 2
+    pair.here.announce_to(pair.there)
+    (delivery,) = await pair.there.deliveries(1)
+    value = delivery.value
+    assert value["a"] is value["b"][1]
+    assert value["a"] is not value["b"][0]
+    assert (value["a"].tolist(), value["b"][0].tolist()) == (one.tolist(), other.tolist())
+
+
+async def test_an_expanded_tensor_travels_as_small_as_it_is(pair: Pair) -> None:
+    pair.here.post(pair.there, torch.ones(1000, 1).expand(1000, 1000))
+    ((_, announcement),) = pair.here.announced
+    assert [spec.bytes_total for spec in announcement.specs] == [4000]
+
+
+@pytest.mark.parametrize("places", [(0, 2), (0, 0), (1,), (-1, 0)])
+async def test_places_that_do_not_belong_to_the_tensors_are_an_error(
+    pair: Pair, places: tuple[int, ...]
+) -> None:
+    pair.here.post(pair.there, (torch.ones(1), torch.ones(2)))
+    ((_, announcement),) = pair.here.announced
+    pair.there.courier.announced(0, msgspec.structs.replace(announcement, places=places))
+    (delivery,) = await pair.there.deliveries(1)
+    assert isinstance(delivery.error, ValueError)
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", (), {"loss": 1.5, "wants": [True, False]}])
