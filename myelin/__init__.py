@@ -9,7 +9,7 @@ from myelin.models.model import Model
 from myelin.plan import Plan
 from myelin.run import RunReport
 from myelin.runtime.jitter import Jitter
-from myelin.runtime.optimizer import SGD, AdamW
+from myelin.runtime.optimizer import SGD, AdamW, Group, Schedule
 from myelin.trainer import StepResult, Trainer
 
 __version__ = "0.1.0"
@@ -19,11 +19,13 @@ __all__ = [
     "AdamW",
     "Cluster",
     "Graph",
+    "Group",
     "Jitter",
     "Model",
     "MyelinError",
     "Plan",
     "RunReport",
+    "Schedule",
     "StepResult",
     "Trainer",
     "data",

@@ -131,7 +131,7 @@ class Cluster:
             seed: decides initial weights and all dropout, whatever the plan.
 
         Raises:
-            PlanError: the plan does not fit the model.
+            PlanError: the plan, or a group of the optimizer, does not fit the model.
             ClusterError: the plan needs more workers than there are.
             ModelError: the model cannot be built.
         """
@@ -166,12 +166,22 @@ class Cluster:
                 seed,
             )
 
+        trainer = Trainer(
+            coordinator,
+            number,
+            model=model,
+            plan=plan,
+            optimizer=optimizer,
+            stages=stages,
+            ties=ties,
+        )
         try:
             await coordinator.requests.ask_all(build, builders)
+            await trainer.check_groups()
         except BaseException:
             coordinator.discard_trainer(number, builders)  # others may have built their part
             raise
-        return Trainer(coordinator, number, model=model, plan=plan, stages=stages, ties=ties)
+        return trainer
 
     def graph(self, *, limit: int = 8) -> CallGraph:
         """Return an empty graph for ops of your own; use it as `async with cluster.graph() as g:`.

@@ -11,7 +11,7 @@ import torch
 from myelin.batch import checked_batch, checked_inputs, joined, rows_of
 from myelin.coordinator import Coordinator
 from myelin.data import batches_of
-from myelin.errors import BatchError, GraphError, ModelError
+from myelin.errors import BatchError, GraphError, ModelError, PlanError
 from myelin.members import to_the_end
 from myelin.models.model import Description
 from myelin.models.sampling import sample
@@ -19,6 +19,7 @@ from myelin.plan import Plan
 from myelin.run import InstalledProgram, Run, RunReport
 from myelin.runtime import messages as m
 from myelin.runtime.graph import Kind, Phase
+from myelin.runtime.optimizer import Optimizer
 from myelin.runtime.step import INPUTS, TARGETS, StepShape, build_step
 
 Result = TypeVar("Result")
@@ -36,6 +37,9 @@ class StepResult:
         elapsed_s: seconds from the first order to the last worker's end.
         idle_fraction: share of the workers' time during which their compute streams did nothing.
         busy: for each worker, the share of the time during which it computed.
+        lr: the learning rate of the step; of an evaluation that of the next step.
+        skipped: whether nothing was updated, since a gradient was infinite or NaN.
+        gradient_norm: of all gradients together before clipping; None where `max_norm` is not set.
     """
 
     index: int
@@ -44,6 +48,9 @@ class StepResult:
     elapsed_s: float
     idle_fraction: float
     busy: Mapping[int, float]
+    lr: float = 0.0
+    skipped: bool = False
+    gradient_norm: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -134,10 +141,12 @@ class Trainer:
         *,
         model: Description,
         plan: Plan,
+        optimizer: Optimizer,
         stages: Sequence[range],
         ties: Sequence[m.TieSpec],
     ) -> None:
         self.model, self.plan, self.stages = model, plan, tuple(stages)
+        self.optimizer = optimizer
         self.steps_done = 0
         self._coordinator, self._number = coordinator, number
         self._ties = tuple(ties)
@@ -219,13 +228,26 @@ class Trainer:
             ModelError: a name or a shape is not the model's; nothing was changed.
         """
         async with self._coordinator.pause(self._lane):
-            own = await self._coordinator.requests.ask_all(
-                lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES),
-                self._workers,
-            )
+            own = await self._shapes()
             _check_weights(weights, {name: shape for part in own for name, shape in part.items()})
             weights = _with_copies(weights, self._ties)
             await to_the_end(self._overwrite(weights, own))
+
+    async def check_groups(self) -> None:
+        """Check that every group of the optimizer has a parameter.
+
+        Raises:
+            PlanError: one has none; probably its pattern has a slip.
+        """
+        if not self.optimizer.groups:
+            return
+        names = [name for part in await self._shapes() for name in part]
+        unmatched = self.optimizer.unmatched(names)
+        if unmatched:
+            raise PlanError(
+                f"the group {unmatched[0]!r} of the optimizer fits no parameter; names are those "
+                f"of nn.Sequential(*blocks), for example {sorted(names)[:3]}"
+            )
 
     async def fit(
         self, data: Any, steps: int | None = None, *, ahead: int = 0
@@ -337,9 +359,18 @@ class Trainer:
             index=run.step,
             loss=report.outputs["loss"],
             tokens=int(report.outputs["weight"]),
+            lr=self.optimizer.lr * self.optimizer.schedule.factor(run.step),
+            skipped=bool(report.outputs.get("skipped")),
+            gradient_norm=report.outputs.get("gradient_norm"),
             elapsed_s=report.elapsed_s,
             idle_fraction=report.idle_fraction,
             busy={w: busy_s / report.elapsed_s for w, busy_s in report.busy_s.items()},
+        )
+
+    async def _shapes(self) -> list[dict[str, list[int]]]:
+        """Return the shape of every parameter and buffer, for each worker by name."""
+        return await self._coordinator.requests.ask_all(
+            lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES), self._workers
         )
 
     async def _overwrite(

@@ -22,6 +22,7 @@ class Kind(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     TIE_GRADIENT = "tie_gradient"
+    NORM = "norm"
     COMMIT = "commit"
     UPDATE = "update"
     REFRESH = "refresh"

@@ -73,6 +73,7 @@ Command = Launch | Transmit | StepDone | Drained
 
 _URGENCY = {
     Kind.TIE_GRADIENT: 0,
+    Kind.NORM: 0,
     Kind.COMMIT: 0,
     Kind.UPDATE: 0,
     Kind.REFRESH: 0,

@@ -6,9 +6,11 @@ Three kinds of edges do all the ordering that a step needs:
   summed in the same order whatever the timing (channels are FIFO, so a chain costs nothing);
 - the limit: the first forward of microbatch m comes after microbatch m - limit has been retired.
 
-No weight changes before the COMMIT. It follows the first stage's last backward, which by the chains
-comes after every forward and backward of all workers: an op that raises anywhere leaves all weights
-untouched. That costs one short message a worker and step; the last stage would be idle meanwhile.
+No weight changes before the COMMIT. It follows every stage's NORM, which looks at that stage's
+gradients once its last backward is over: an op that raises, or a gradient that is not a number, on
+any stage leaves all weights untouched. The verdict (whether to update, and what to scale gradients
+with) is the COMMIT's value. That costs two short messages a worker and step, most of them while the
+first stage still computes.
 
 Source: the inter-layer phase of arXiv 2110.13005, Alg. 2. Departures: the limit is a parameter; the
 commit.
@@ -121,12 +123,17 @@ class _Builder:
                     tied.setdefault(owner, []).append(gradient)
 
     def _add_commit(self) -> int:
-        """Add the COMMIT, after the backward that all forwards and backwards come before."""
-        return self._op(Kind.COMMIT, 0, after=(self.backwards[0, self.shape.microbatches - 1],))
+        """Add the COMMIT, after what tells it whether there is anything to commit."""
+        last = self.shape.microbatches - 1
+        norms = [
+            self._op(Kind.NORM, stage, after=(self.backwards[stage, last],))
+            for stage in range(self.shape.last + 1)
+        ]
+        return self._op(Kind.COMMIT, 0, inputs=tuple(norms))
 
     def _add_updates(self, commit: int) -> None:
         updates = [
-            self._op(Kind.UPDATE, stage, after=(commit,)) for stage in range(self.shape.last + 1)
+            self._op(Kind.UPDATE, stage, inputs=(commit,)) for stage in range(self.shape.last + 1)
         ]
         for slot, (owner, user) in enumerate(self.shape.ties):
             self._op(

@@ -22,6 +22,16 @@ from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.executor import RunState
 from myelin.runtime.graph import Kind, Op, Phase
 from myelin.runtime.messages import Build, TieSpec
+from myelin.runtime.optimizer import (
+    Named,
+    all_finite,
+    clipping,
+    gradients_of,
+    named_parameters,
+    norms_of,
+    scale,
+    set_rate,
+)
 from myelin.runtime.stage import Cursor, Stage
 from myelin.runtime.strides import copied
 from myelin.transports.packing import map_tensors, tensors_of
@@ -43,16 +53,17 @@ class StepExecutor:
         self._stages = _build_stages(build, parts, self._cursor)
         self._tied_gradients: dict[tuple[int, int], Tensor | None] = {}
         self._gradients: dict[int, dict[str, Tensor]] = {}  # by stage, of the latest such run
+        self._optimizer = build.optimizer
+        self._own = {stage: self._own_parameters(stage) for stage in self._stages}
         self._optimizers = {
-            stage: build.optimizer.build(own)
-            for stage, own in ((s, self._own_parameters(s)) for s in self._stages)
-            if own
+            stage: build.optimizer.build(own) for stage, own in self._own.items() if own
         }
         self._do: Mapping[Kind, Callable[[Op, RunState, Sequence[Any]], Any]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.TIE_GRADIENT: self._tie_gradient,
-            Kind.COMMIT: self._nothing,
+            Kind.NORM: self._norm,
+            Kind.COMMIT: self._commit,
             Kind.UPDATE: self._update,
             Kind.REFRESH: self._refresh,
         }
@@ -179,25 +190,51 @@ class StepExecutor:
     def _tie_gradient(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Tensor | None:
         return self._tied_gradients.pop((op.slot, _microbatch(op)))
 
-    def _update(self, op: Op, state: RunState, inputs: Sequence[Any]) -> list[Tensor]:
+    def _norm(self, op: Op, state: RunState, inputs: Sequence[Any]) -> tuple[bool, Tensor | None]:
+        """Return whether all gradients of the stage are finite, and the norm of each if needed."""
         assert op.stage is not None
+        gradients = gradients_of(self._own[op.stage])
+        if self._optimizer.max_norm is None:
+            return all_finite(gradients), None
+        return all_finite(gradients), norms_of(gradients)
+
+    def _commit(
+        self, op: Op, state: RunState, inputs: Sequence[tuple[bool, Tensor | None]]
+    ) -> tuple[bool, float]:
+        """Return whether to update, and what to multiply all gradients with."""
+        coefficient, apply = 1.0, all(finite for finite, _ in inputs)
+        norms = [norm for _, norm in inputs if norm is not None]
+        if self._optimizer.max_norm is not None:
+            norm, coefficient = clipping(torch.cat(norms), self._optimizer.max_norm)
+            state.outputs["gradient_norm"] = norm
+        state.outputs["skipped"] = float(not apply)
+        return apply, coefficient
+
+    def _update(self, op: Op, state: RunState, inputs: Sequence[Any]) -> list[Tensor] | None:
+        """Return the new values of weights that other stages have copies of; None if skipped."""
+        assert op.stage is not None
+        apply, coefficient = inputs[0]
+        if not apply:
+            self._stages[op.stage].discard()
+            return None
         state.updated = True
         optimizer = self._optimizers.get(op.stage)
         if optimizer is not None:
+            set_rate(optimizer, self._optimizer, state.step)
+            scale(gradients_of(self._own[op.stage]), coefficient)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self._stages[op.stage].commit()
         return [parameter.detach() for parameter in self._owned_ties(op.stage)]
 
     def _refresh(self, op: Op, state: RunState, inputs: Sequence[Any]) -> None:
+        if inputs[0] is None:
+            return
         state.updated = True
         tie = self._ties[op.slot]
         owned = [t for t in _by_user(self._ties) if t.owner_stage == tie.owner_stage]
         value = inputs[0][owned.index(tie)]
         self._parameter(tie.user_stage, tie.user_block, tie.user_name).detach().copy_(value)
-
-    def _nothing(self, op: Op, state: RunState, inputs: Sequence[Any]) -> None:
-        """A COMMIT says all by being over."""
 
     def _stage(self, op: Op) -> Stage:
         assert op.stage is not None
@@ -221,15 +258,11 @@ class StepExecutor:
             if tie.user_stage == stage
         ]
 
-    def _own_parameters(self, stage: int) -> list[nn.Parameter]:
+    def _own_parameters(self, stage: int) -> list[Named]:
         """Return what this stage's optimizer updates: each weight once, none frozen or copied."""
         copies = {id(parameter) for parameter in self._used_ties(stage)}
-        found = {
-            id(parameter): parameter
-            for parameter in self._stages[stage].parameters().values()
-            if parameter.requires_grad and id(parameter) not in copies
-        }
-        return list(found.values())
+        own = named_parameters(self._stages[stage].blocks)
+        return [named for named in own if id(named.parameter) not in copies]
 
 
 def _build_stages(build: Build, parts: Parts, cursor: Cursor) -> dict[int, Stage]:

@@ -22,7 +22,7 @@ from myelin.command.options import (
 from myelin.data import PYTHON_SOURCES, Selection, TextData
 from myelin.models import GPT
 from myelin.plan import Plan
-from myelin.runtime.optimizer import AdamW
+from myelin.runtime.optimizer import AdamW, Schedule
 
 DEFAULT_MINUTES: Final = 2.0  # where no number of steps is asked for
 MOST_THREADS: Final = 4  # by default: a model that fits the default run gains nothing from more
@@ -165,7 +165,29 @@ class TrainSettings:
         metavar="X",
         above=0,
     )
-    lr: float = option(1e-3, _TRAINING, "learning rate", parse=float, metavar="X", above=0)
+    lr: float = option(2e-3, _TRAINING, "learning rate", parse=float, metavar="X", above=0)
+    warmup: int = option(
+        20,
+        _TRAINING,
+        "steps over which the learning rate rises to its value",
+        parse=int,
+        metavar="N",
+        at_least=0,
+    )
+    schedule: str = option(
+        "constant",
+        _TRAINING,
+        "learning rate after the warm-up; linear and cosine fall to 0 at the end of --steps",
+        choices=("constant", "linear", "cosine"),
+    )
+    max_norm: float = option(
+        1.0,
+        _TRAINING,
+        "largest norm of all gradients together; larger ones are scaled down",
+        parse=float,
+        metavar="X",
+        above=0,
+    )
     betas: tuple[float, float] = option(
         (0.9, 0.95),
         _TRAINING,
@@ -218,6 +240,7 @@ class TrainSettings:
                 "and below 1, such as 0.9,0.95"
             )
         _check_name(self.name)
+        self._check_schedule()
         self.model(256)
         self._check_cuts()
         self._check_workers()
@@ -236,7 +259,13 @@ class TrainSettings:
     @property
     def optimizer(self) -> AdamW:
         """What updates the weights."""
-        return AdamW(lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        return AdamW(
+            lr=self.lr,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            max_norm=self.max_norm,
+            schedule=Schedule(self.schedule, self.warmup, self._schedule_steps),  # type: ignore[arg-type]
+        )
 
     def model(self, vocab: int) -> GPT:
         """Describe the model for a vocabulary of so many tokens."""
@@ -286,6 +315,19 @@ class TrainSettings:
     def plain(self) -> dict[str, object]:
         """Return the settings as values that JSON can hold."""
         return dict(as_plain(self))
+
+    @property
+    def _schedule_steps(self) -> int | None:
+        return None if self.schedule == "constant" else self.steps
+
+    def _check_schedule(self) -> None:
+        if self.schedule == "constant":
+            return
+        if self.steps is None or self.steps <= self.warmup:
+            raise SettingsError(
+                f"--schedule {self.schedule} needs --steps, more than the --warmup {self.warmup}; "
+                f"here it is {self.steps}"
+            )
 
     def _check_cuts(self) -> None:
         blocks = self.layers + 2

@@ -270,6 +270,29 @@ def unbuildable(block: int) -> tuple[list[Callable[[], nn.Module]], Loss]:
     return [partial(build, index) for index in range(3)], functional.mse_loss
 
 
+def flawed(block: int, width: int = 4, depth: int = 3) -> Modules:
+    """Return blocks of which one has a parameter with a gradient of NaN: x_BD -> y_BD.
+
+    The loss is finite, and so are the gradients of all other blocks.
+    """
+    blocks, loss = mlp(width, depth)
+    blocks[block] = Flawed(blocks[block])
+    return blocks, loss
+
+
+class Flawed(nn.Module):
+    """Wraps a block; its own parameter adds 0, whose derivative is not defined."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.flaw = inner, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x_BD: torch.Tensor) -> torch.Tensor:
+        """Return what the block returns."""
+        y_BD: torch.Tensor = self.inner(x_BD)
+        return y_BD + 0 * self.flaw.abs().sqrt()
+
+
 def poisonable(width: int = 4, depth: int = 3) -> Modules:
     """Return blocks that raise when their batch says so: `{"x": x_BD, "poison": codes_B}` -> y_BD.
 

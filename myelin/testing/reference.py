@@ -14,7 +14,7 @@ from myelin.models.building import assemble
 from myelin.models.losses import total, weigh
 from myelin.models.model import Description, load
 from myelin.models.seeds import op_seed, seeded
-from myelin.runtime.optimizer import Optimizer
+from myelin.runtime.optimizer import Optimizer, named_parameters, set_rate
 
 
 class PlainLoop:
@@ -44,11 +44,15 @@ class PlainLoop:
         self._resting = [m for block in blocks.values() for m in block.modules() if not m.training]
         self.steps = 0
         self._seed, self._microbatches = seed, microbatches
-        self._optimizer = optimizer.build(p for p in self.model.parameters() if p.requires_grad)
+        self._description = optimizer
+        self._optimizer = optimizer.build(named_parameters(dict(enumerate(self.model))))
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """Train on one batch and return its loss."""
         loss = self._accumulate(batch)
+        set_rate(self._optimizer, self._description, self.steps)
+        if self._description.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._description.max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.steps += 1

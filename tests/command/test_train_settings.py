@@ -10,7 +10,7 @@ from myelin.command.options import flag_name, options_of
 from myelin.command.settings import TrainSettings
 from myelin.errors import DataError, MyelinError
 from myelin.models import GPT
-from myelin.runtime.optimizer import AdamW
+from myelin.runtime.optimizer import AdamW, Schedule
 
 
 def test_the_defaults_are_two_stages_on_two_workers_for_two_minutes() -> None:
@@ -61,6 +61,11 @@ def test_every_field_is_an_option_with_a_help_text() -> None:
         ({"lr": float("inf")}, "--lr inf: use a number above 0"),
         ({"betas": (0.9, 1.0)}, "--betas 0.9,1: use two numbers of at least 0 and below 1"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1: use"),
+        ({"warmup": -1}, "--warmup -1: use"),
+        ({"max_norm": 0.0}, "--max-norm 0.0: use a number above 0"),
+        ({"schedule": "steep"}, "--schedule steep: use constant or linear or cosine"),
+        ({"schedule": "cosine"}, "--schedule cosine needs --steps, more than the --warmup 20"),
+        ({"schedule": "linear", "steps": 20}, "more than the --warmup 20; here it is 20"),
         ({"seed": -1}, "--seed -1: use"),
         ({"validate_every": 0}, "--validate-every 0: use"),
         ({"validation_batches": 0}, "--validation-batches 0: use"),
@@ -128,9 +133,19 @@ def test_model_plan_and_optimizer_are_those_that_were_asked_for() -> None:
         lr=0.5,
         betas=(0.5, 0.75),
         weight_decay=0.125,
+        warmup=3,
+        schedule="cosine",
+        steps=9,
+        max_norm=2.0,
     )
     assert settings.model(300) == GPT(3, 12, 2, 300, 7, tied=False, dropout=0.25)
-    assert settings.optimizer == AdamW(lr=0.5, betas=(0.5, 0.75), weight_decay=0.125)
+    assert settings.optimizer == AdamW(
+        lr=0.5,
+        betas=(0.5, 0.75),
+        weight_decay=0.125,
+        max_norm=2.0,
+        schedule=Schedule("cosine", warmup=3, steps=9),
+    )
     plan = settings.plan
     assert (plan.pipeline, plan.microbatches, plan.limit, plan.cuts) == (3, 5, 3, (1, 4))
 

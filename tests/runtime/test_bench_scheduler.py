@@ -22,10 +22,10 @@ def bench() -> ModuleType:
 @pytest.mark.parametrize(
     ("arguments", "ops"),
     [
-        # two loads, forward, backward, commit, update
-        (["--stages", "1", "--workers", "1", "--worker", "0", "--microbatches", "1"], 6),
-        # receive, load, forward, backward, send, receive, update
-        (["--stages", "2", "--workers", "2", "--microbatches", "1", "--run-ahead", "2"], 7),
+        # two loads, forward, backward, norm, commit, update
+        (["--stages", "1", "--workers", "1", "--worker", "0", "--microbatches", "1"], 7),
+        # receive, load, forward, backward, send, norm, send, receive, update
+        (["--stages", "2", "--workers", "2", "--microbatches", "1", "--run-ahead", "2"], 9),
     ],
 )
 def test_the_benchmark_prints_its_figures_as_its_last_line(

@@ -1,3 +1,5 @@
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -7,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from myelin.runtime.optimizer import SGD, AdamW, Optimizer
+from myelin.runtime.optimizer import (
+    SGD,
+    AdamW,
+    Group,
+    Named,
+    Optimizer,
+    Schedule,
+    named_parameters,
+    set_rate,
+)
 
 
 class Holder(msgspec.Struct):
@@ -19,6 +30,11 @@ class Holder(msgspec.Struct):
 def weights() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 5), (7,), ())]
+
+
+def named(parameters: Sequence[nn.Parameter]) -> list[Named]:
+    """Give them names 0, 1, 2; all are decayed."""
+    return [Named(str(index), p, decays=True) for index, p in enumerate(parameters)]
 
 
 def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -42,14 +58,14 @@ def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) ->
 )
 def test_adamw_is_torchs_own_to_the_last_bit(settings: dict[str, Any]) -> None:
     ours, theirs = weights(), weights()
-    described = trained(AdamW(**settings).build(ours), ours)
+    described = trained(AdamW(**settings).build(named(ours)), ours)
     expected = trained(torch.optim.AdamW(theirs, fused=True, **settings), theirs)
     assert all(map(torch.equal, described, expected))
     assert not any(map(torch.equal, described, weights()))
 
 
 def test_adamw_has_torchs_defaults() -> None:
-    built = AdamW().build(weights()).defaults
+    built = AdamW().build(named(weights())).defaults
     theirs = torch.optim.AdamW(weights()).defaults
     assert {name: built[name] for name in ("lr", "betas", "eps", "weight_decay")} == {
         name: theirs[name] for name in ("lr", "betas", "eps", "weight_decay")
@@ -60,16 +76,143 @@ def test_adamw_has_torchs_defaults() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_is_torchs_own_to_the_last_bit(momentum: float) -> None:
     ours, theirs = weights(), weights()
-    described = trained(SGD(lr=0.05, momentum=momentum).build(ours), ours)
-    expected = trained(torch.optim.SGD(theirs, lr=0.05, momentum=momentum), theirs)
-    assert all(map(torch.equal, described, expected))
+    described = trained(SGD(lr=0.05, momentum=momentum, weight_decay=0.1).build(named(ours)), ours)
+    torchs = torch.optim.SGD(theirs, lr=0.05, momentum=momentum, weight_decay=0.1)
+    assert all(map(torch.equal, described, trained(torchs, theirs)))
 
 
 def test_plain_sgd_subtracts_the_gradient() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
     parameter.grad = torch.tensor([4.0, -4.0])
-    SGD(lr=0.25).build([parameter]).step()
+    SGD(lr=0.25).build(named([parameter])).step()
     assert torch.equal(parameter.detach(), torch.tensor([0.0, 3.0]))
+
+
+# Groups
+
+
+class Net(nn.Module):
+    """Has one parameter of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 4)
+        self.norm = nn.LayerNorm((2, 4))
+        self.linear = nn.Linear(4, 4)
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.free = nn.Parameter(torch.ones(2, 2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def groups_of(
+    optimizer: AdamW | SGD, blocks: dict[int, nn.Module]
+) -> dict[str, tuple[float, float]]:
+    """Return (learning rate, weight decay) of every parameter by name."""
+    parameters = named_parameters(blocks)
+    names = {id(each.parameter): each.name for each in parameters}
+    return {
+        names[id(parameter)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.build(parameters).param_groups
+        for parameter in group["params"]
+    }
+
+
+def test_matrices_are_decayed_and_biases_norms_and_embeddings_are_not() -> None:
+    assert groups_of(AdamW(lr=0.5, weight_decay=0.25), {3: Net()}) == {
+        "3.free": (0.5, 0.25),
+        "3.scale": (0.5, 0.0),
+        "3.embedding.weight": (0.5, 0.0),
+        "3.norm.weight": (0.5, 0.0),
+        "3.norm.bias": (0.5, 0.0),
+        "3.linear.weight": (0.5, 0.25),
+        "3.linear.bias": (0.5, 0.0),
+    }
+
+
+def test_the_first_group_whose_pattern_fits_counts() -> None:
+    groups = (
+        Group("3.linear.*", weight_decay=0.125),
+        Group("*.bias", weight_decay=1.0, lr_scale=2.0),
+        Group("3.e*", lr_scale=0.5),
+    )
+    found = groups_of(SGD(lr=0.5, weight_decay=0.25, groups=groups), {3: Net()})
+    assert found["3.linear.bias"] == (0.5, 0.125)
+    assert found["3.norm.bias"] == (1.0, 1.0)
+    assert found["3.embedding.weight"] == (0.25, 0.0)
+    assert found["3.free"] == (0.5, 0.25)
+
+
+def test_patterns_that_fit_nothing_are_found() -> None:
+    optimizer = AdamW(groups=(Group("*.bias"), Group("*.wieght"), Group("7.*")))
+    assert optimizer.unmatched(["0.weight", "0.bias", "1.weight"]) == ["*.wieght", "7.*"]
+
+
+def test_a_weight_with_several_names_goes_by_the_first() -> None:
+    embedding, head = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
+    head.weight = embedding.weight
+    assert groups_of(AdamW(lr=1.0, weight_decay=0.5), {0: embedding, 1: head}) == {
+        "0.weight": (1.0, 0.0)
+    }
+    assert groups_of(AdamW(lr=1.0, weight_decay=0.5), {0: head, 1: embedding}) == {
+        "0.weight": (1.0, 0.5)
+    }
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        (Schedule(), [1, 1, 1, 1, 1, 1, 1]),
+        (Schedule(warmup=2), [0.5, 1, 1, 1, 1, 1, 1]),
+        (Schedule("linear", steps=4), [1, 0.75, 0.5, 0.25, 0, 0, 0]),
+        (Schedule("linear", warmup=2, steps=6, floor=0.5), [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5]),
+        (Schedule("cosine", steps=4, floor=0.2), [1, 0.8828427, 0.6, 0.3171573, 0.2, 0.2, 0.2]),
+    ],
+)
+def test_a_schedule_multiplies_the_rate(schedule: Schedule, factors: list[float]) -> None:
+    found = [schedule.factor(step) for step in range(7)]
+    assert found == pytest.approx(factors, abs=1e-7)
+    parameter = nn.Parameter(torch.ones(2, 2))
+    description = SGD(lr=3.0, schedule=schedule, groups=(Group("x", lr_scale=2.0),))
+    optimizer = description.build([Named("x", parameter, decays=True)])
+    for step, factor in enumerate(found):
+        set_rate(optimizer, description, step)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(6.0 * factor)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_the_cosine_is_torchs_own_after_the_warm_up(warmup: int, floor: float) -> None:
+    schedule = Schedule("cosine", warmup=warmup, steps=50, floor=floor)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    torchs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50 - warmup, eta_min=floor)
+    for step in range(warmup, 51):
+        assert schedule.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-6)
+        optimizer.step()
+        torchs.step()
+
+
+@given(
+    st.sampled_from(["constant", "linear", "cosine"]),
+    st.integers(0, 20),
+    st.integers(1, 100),
+    st.floats(0, 1),
+)
+def test_factors_stay_between_floor_and_one_and_fall_after_the_warm_up(
+    shape: str, warmup: int, more: int, floor: float
+) -> None:
+    schedule = Schedule(shape, warmup, warmup + more, floor)  # type: ignore[arg-type]
+    factors = [schedule.factor(step) for step in range(warmup + more + 5)]
+    assert factors[:warmup] == sorted(factors[:warmup])
+    later = factors[warmup:]
+    assert later == sorted(later, reverse=True)
+    assert later[0] == 1.0
+    assert math.isclose(later[-1], 1.0 if shape == "constant" else floor, abs_tol=1e-12)
+
+
+# Descriptions
 
 
 @settings(deadline=None)
@@ -82,11 +225,20 @@ def test_plain_sgd_subtracts_the_gradient() -> None:
 def test_descriptions_cross_the_bus_unchanged(
     lr: float, betas: tuple[float, float], decay: float, momentum: float
 ) -> None:
-    for described in (AdamW(lr=lr, betas=betas, weight_decay=decay), SGD(lr=lr, momentum=momentum)):
-        frame = msgspec.msgpack.encode(Holder(described))
-        assert msgspec.msgpack.decode(frame, type=Holder).optimizer == described
-        plain = msgspec.to_builtins(Holder(described))
-        assert msgspec.convert(plain, Holder).optimizer == described
+    more: dict[str, Any] = {
+        "schedule": Schedule("cosine", warmup=3, steps=9),
+        "max_norm": 1.5,
+        "groups": (Group("*.bias", weight_decay=decay), Group("0.*", lr_scale=lr)),
+    }
+    described = (
+        AdamW(lr=lr, betas=betas, weight_decay=decay, **more),
+        SGD(lr=lr, momentum=momentum, **more),
+    )
+    for each in described:
+        frame = msgspec.msgpack.encode(Holder(each))
+        assert msgspec.msgpack.decode(frame, type=Holder).optimizer == each
+        plain = msgspec.to_builtins(Holder(each))
+        assert msgspec.convert(plain, Holder).optimizer == each
 
 
 @pytest.mark.parametrize(
@@ -103,10 +255,42 @@ def test_betas_outside_their_range_are_refused(betas: tuple[float, float]) -> No
         AdamW(betas=betas)
 
 
-@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"momentum": 1.0}, {"momentum": -0.1}])
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"momentum": 1.0}, {"momentum": -0.1}, {"weight_decay": -1.0}]
+)
 def test_settings_of_sgd_outside_their_range_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"lr must not be negative, momentum in \[0, 1\)"):
-        SGD(**bad)
+    with pytest.raises(ValueError, match=r"must not be negative, momentum in \[0, 1\)"):
+        SGD(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_a_largest_norm_that_leaves_nothing_is_refused(
+    kind: type[AdamW] | type[SGD], norm: float
+) -> None:
+    with pytest.raises(ValueError, match="use a number above 0, or None"):
+        kind(max_norm=norm)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"shape": "exponential"}, 'use "constant", "linear" or "cosine"'),
+        ({"warmup": -1}, "must not be negative"),
+        ({"floor": 1.5}, "floor in"),
+        ({"shape": "cosine"}, "needs the number of steps"),
+        ({"shape": "linear", "warmup": 5, "steps": 5}, "more than the 5 of the warm-up"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(bad: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Schedule(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"weight_decay": -1.0}, {"lr_scale": -1.0}])
+def test_negative_settings_of_a_group_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must not be negative: Group"):
+        Group("*", **bad)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +299,8 @@ def test_settings_of_sgd_outside_their_range_are_refused(bad: dict[str, float]) 
         {"type": "adamw", "lr": -1.0},
         {"type": "adamw", "lr": "fast"},
         {"type": "adamw", "speed": 1.0},
+        {"type": "adamw", "schedule": {"shape": "steep"}},
+        {"type": "adamw", "groups": [{"lr_scale": 1.0}]},
         {"type": "lion"},
         {"type": "sgd", "betas": [0.9, 0.9]},
     ],

@@ -198,7 +198,8 @@ def test_one_stage_on_one_worker_runs_a_whole_training_step_alone() -> None:
     assert alone.finished("F0.0") == ["B0.0"]
     assert alone.finished("B0.0") == ["F0.1"]
     assert alone.finished("F0.1") == ["B0.1"]
-    assert alone.finished("B0.1") == ["C0"]
+    assert alone.finished("B0.1") == ["N0"]
+    assert alone.finished("N0") == ["C0"]
     assert alone.finished("C0") == ["U0"]
     assert alone.finished("U0") == ["StepDone"]
     assert alone.scheduler.over
@@ -216,10 +217,17 @@ def test_one_microbatch_passes_through_two_workers_and_both_are_done_once_update
     assert last.arrived("receive stage=0 microbatch=0") == []
     assert last.arrived("load stage=1") == ["forward stage=1 microbatch=0"]
     assert last.finished("forward stage=1 microbatch=0") == ["backward stage=1 microbatch=0"]
-    assert last.finished("backward stage=1 microbatch=0") == ["send stage=1 microbatch=0"]
+    assert last.finished("backward stage=1 microbatch=0") == [
+        "send stage=1 microbatch=0",
+        "norm stage=1",
+    ]
     assert last.finished("send stage=1 microbatch=0") == []
+    assert last.finished("norm stage=1") == ["send stage=1"]
+    assert last.finished("send stage=1") == []
     assert first.arrived("receive stage=1 microbatch=0") == ["backward stage=0 microbatch=0"]
-    assert first.finished("backward stage=0 microbatch=0") == ["commit stage=0"]
+    assert first.finished("backward stage=0 microbatch=0") == ["norm stage=0"]
+    assert first.arrived("receive stage=1") == []
+    assert first.finished("norm stage=0") == ["commit stage=0"]
     assert first.finished("commit stage=0") == ["send stage=0", "update stage=0"]
     assert last.arrived("receive stage=0") == ["update stage=1"]
     assert last.finished("update stage=1") == ["StepDone"]

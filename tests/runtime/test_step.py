@@ -43,9 +43,11 @@ def test_the_graph_of_a_small_training_step_is_exactly_this() -> None:
         "forward stage=1 microbatch=1 @1 < 6, 1 | 3",
         "backward stage=1 microbatch=1 @1 <  | 7, 4",
         "backward stage=0 microbatch=1 @0 < 8 | 6, 5",
-        "commit stage=0 @0 <  | 9",
-        "update stage=0 @0 <  | 10",
-        "update stage=1 @1 <  | 10",
+        "norm stage=0 @0 <  | 9",
+        "norm stage=1 @1 <  | 8",
+        "commit stage=0 @0 < 10, 11 | ",
+        "update stage=0 @0 < 12 | ",
+        "update stage=1 @1 < 12 | ",
     ]
 
 
@@ -58,6 +60,7 @@ def test_the_graph_of_a_small_training_step_is_exactly_this() -> None:
                 Kind.LOAD: 2,
                 Kind.FORWARD: 15,
                 Kind.BACKWARD: 15,
+                Kind.NORM: 3,
                 Kind.COMMIT: 1,
                 Kind.UPDATE: 3,
             },
@@ -138,14 +141,14 @@ def test_the_commit_comes_after_every_forward_and_backward(
 ) -> None:
     graph = build_step(StepShape((1, 0, 1, 2), 3, limit=8, ties=ties), Phase.TRAIN)
     (commit,) = only(graph, Kind.COMMIT)
-    before, unseen = set[int](), list(commit.after)
+    before, unseen = set[int](), list(commit.inputs)
     while unseen:
         index = unseen.pop()
         before.add(index)
         unseen += [
             i for i in (*graph.ops[index].inputs, *graph.ops[index].after) if i not in before
         ]
-    work = {Kind.LOAD, Kind.FORWARD, Kind.BACKWARD, Kind.TIE_GRADIENT}
+    work = {Kind.LOAD, Kind.FORWARD, Kind.BACKWARD, Kind.TIE_GRADIENT, Kind.NORM}
     assert before == {index for index, op in enumerate(graph.ops) if op.kind in work}
 
 
@@ -155,7 +158,17 @@ def test_no_stage_is_updated_before_the_commit() -> None:
     assert commit.worker == 1  # where the first stage is
     updates = only(graph, Kind.UPDATE)
     assert [(op.stage, op.worker) for op in updates] == [(0, 1), (1, 0), (2, 1), (3, 2)]
-    assert all(names(graph, op.after) == ["commit stage=0"] for op in updates)
+    assert all(names(graph, op.inputs) == ["commit stage=0"] for op in updates)
+
+
+def test_a_stages_gradients_are_looked_at_once_they_are_whole() -> None:
+    graph = build_step(StepShape((1, 0), microbatches=3, limit=8), Phase.TRAIN)
+    norms = only(graph, Kind.NORM)
+    assert [(op.stage, op.worker) for op in norms] == [(0, 1), (1, 0)]
+    assert [names(graph, op.after) for op in norms] == [
+        ["backward stage=0 microbatch=2"],
+        ["backward stage=1 microbatch=2"],
+    ]
 
 
 def test_the_gradient_of_a_tied_weight_goes_to_its_owner_microbatch_by_microbatch() -> None:
@@ -210,13 +223,15 @@ def test_a_step_without_a_stage_a_microbatch_or_room_for_one_is_refused(
         StepShape(placement, microbatches, limit)
 
 
-def test_activations_gradients_and_the_commit_are_the_only_messages_of_a_training_step() -> None:
+def test_activations_gradients_norms_and_the_verdict_are_the_only_messages_of_a_training_step() -> (
+    None
+):
     shape = StepShape((0, 1), microbatches=2, limit=4)
     cut = split(build_step(shape, Phase.TRAIN), 2)
     sent = {w: [str(op) for op in p.ops if op.kind is Kind.SEND] for w, p in cut.programs.items()}
     assert sent == {
         0: ["send stage=0 microbatch=0", "send stage=0 microbatch=1", "send stage=0"],
-        1: ["send stage=1 microbatch=0", "send stage=1 microbatch=1"],
+        1: ["send stage=1 microbatch=0", "send stage=1 microbatch=1", "send stage=1"],
     }
 
 
