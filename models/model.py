@@ -9,11 +9,12 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 from torch import nn
 
 from myelin.errors import ModelError
+from myelin.models.checks import shown
 from myelin.models.factories import checked, find, path_of
 from myelin.models.losses import Loss
 from myelin.models.seeds import factory_seed, seeded
@@ -99,6 +100,44 @@ class Parts:
     blocks: tuple[Block, ...]
     loss: Loss
     ties: tuple[Tie, ...] = ()
+
+
+def check_description(model: object) -> Description:
+    """Return a model's description as it is, if every worker can make something of it.
+
+    Raises:
+        ModelError: it is none, names no factory, or has an argument that cannot cross the bus.
+    """
+    factory, arguments = getattr(model, "factory", None), getattr(model, "arguments", None)
+    if isinstance(model, type) or not isinstance(factory, str) or not isinstance(arguments, dict):
+        raise ModelError(
+            f"{_mistaken(model)}: a trainer takes a description, GPT(layers=..., hidden=..., ...) "
+            'or myelin.Model("my_pkg.models:build", ...), of which workers build their blocks'
+        )
+    checked(factory)
+    for name, value in arguments.items():
+        _plain(value, name)
+    return cast(Description, model)
+
+
+def _mistaken(model: object) -> str:
+    """Say what was given in the place of a description, and what it should have been."""
+    if isinstance(model, type):
+        own = hasattr(model, "factory") and hasattr(model, "arguments")
+        return f"{model.__name__} is a class, " + (
+            f"so call it with its settings, {model.__name__}(...)" if own else "not a description"
+        )
+    if isinstance(model, nn.Module):
+        return (
+            f"a module ({type(model).__name__}) lies in this process only, so write a function at "
+            "the top level of a file that returns (blocks, loss), and pass myelin.Model(function)"
+        )
+    if isinstance(model, str):
+        return f"{shown(model)} is a text, so write myelin.Model({shown(model)}, ...)"
+    if callable(model):
+        name = getattr(model, "__name__", "build")
+        return f"{shown(model)} is a function, so write myelin.Model({name}, ...)"
+    return f"{shown(model)} is no model"
 
 
 def load(factory: str, arguments: Mapping[str, object], *, seed: int = 0) -> Parts:

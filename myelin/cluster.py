@@ -3,23 +3,29 @@
 import asyncio
 import contextlib
 import enum
+import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from myelin.errors import ClusterError
+from myelin.errors import ClusterError, GraphError
 from myelin.graph import CallGraph
 from myelin.members import Members, ProcessMembers, Settings, ThreadMembers, to_the_end
-from myelin.models.model import Description
-from myelin.plan import Plan
+from myelin.models.checks import check_number, check_seed, check_whole
+from myelin.models.model import Description, check_description
+from myelin.plan import Plan, checked_plan
 from myelin.runtime import messages as m
 from myelin.runtime.jitter import Jitter
-from myelin.runtime.optimizer import AdamW, Optimizer
+from myelin.runtime.optimizer import AdamW, Optimizer, check_optimizer
 from myelin.runtime.process import own_index
 from myelin.trainer import Trainer
 
+log = logging.getLogger(__name__)
+
+_MOST_THREADS = 1024  # more than any machine's cores would be a slip
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -57,18 +63,19 @@ class Cluster:
         data_timeout_s: float = 600.0,
         jitter: Jitter | None = None,
     ) -> None:
-        if not isinstance(workers, int) or workers < 0:
-            raise ValueError(f"workers={workers!r}: use 0 for the calling process, or a number")
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}: a worker needs at least one thread")
+        check_whole("workers", workers, least=0, instead="; 0 is the calling process")
+        if threads is not None:
+            cores = f", or None: this machine has {os.cpu_count()} cores"
+            check_whole("threads", threads, least=1, below=_MOST_THREADS + 1, instead=cores)
         waits = {
             "hello_deadline_s": hello_deadline_s,
             "silence_s": silence_s,
             "data_timeout_s": data_timeout_s,
         }
         for name, seconds in waits.items():
-            if not seconds > 0:
-                raise ValueError(f"{name}={seconds!r}: use a number of seconds above 0")
+            check_number(name, seconds, above=0, what="a number of seconds")
+        if jitter is not None and not isinstance(jitter, Jitter):
+            raise ValueError(f"jitter={jitter!r}: use myelin.Jitter(...), or None")
         self.workers = workers
         self._local_calls: dict[str, Callable[..., Any]] = {}
         settings = Settings(workers, threads, hello_deadline_s, silence_s, data_timeout_s, jitter)
@@ -105,6 +112,9 @@ class Cluster:
         traceback: TracebackType | None,
     ) -> None:
         """End the workers; cancelling this waits until it is done, then raises the cancellation."""
+        ended = self._members.coordinator.under_way()
+        if ended and kind is None:
+            log.warning("the cluster was left with %d runs under way; await them first", ended)
         try:
             await to_the_end(self._members.close())
         finally:
@@ -133,10 +143,14 @@ class Cluster:
         Raises:
             PlanError: the plan, or a group of the optimizer, does not fit the model.
             ClusterError: the plan needs more workers than there are.
-            ModelError: the model cannot be built.
+            ModelError: the model cannot be built, or is no description.
+            ValueError: `optimizer` describes no optimizer, or `seed` is none.
         """
         self._check_open()
-        plan, optimizer = plan or Plan(), optimizer or AdamW()
+        check_description(model)
+        plan = checked_plan(plan)
+        optimizer = check_optimizer(AdamW() if optimizer is None else optimizer)
+        check_seed(seed)
         await self._members.ensure(max(plan.workers) + 1)
         coordinator = self._members.coordinator
         described = await coordinator.requests.ask(
@@ -188,8 +202,12 @@ class Cluster:
 
         Args:
             limit: how many runs of it may be in flight.
+
+        Raises:
+            GraphError: `limit` is no whole number of at least 1.
         """
         self._check_open()
+        check_whole("limit", limit, least=1, error=GraphError)
         local = self._local_calls if not self.workers else None
         return CallGraph(self._members, limit=limit, local_calls=local)
 

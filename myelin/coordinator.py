@@ -7,6 +7,7 @@ each. It owns no process and no socket (see `myelin.cluster`).
 import asyncio
 import itertools
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -79,6 +80,7 @@ class Coordinator:
         self._values: dict[tuple[int, int, int], asyncio.Future[Any]] = {}  # run, worker, local op
         self._broken: MyelinError | None = None
         self._left = False
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._suspicion: asyncio.TimerHandle | None = None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             m.Done: self._answered,
@@ -142,6 +144,11 @@ class Coordinator:
         Raises:
             ClusterError: with the reason; leave the `async with` block and start a new cluster.
         """
+        if not self._loop.is_running() or threading.get_ident() != self._thread:
+            raise ClusterError(
+                "this cluster belongs to another event loop: use it in the one in which its `async "
+                "with` block was entered, and while that runs"
+            )
         if self._left:
             raise ClusterError("this cluster was left: use it inside its `async with` block")
         if self._broken is not None:
@@ -367,7 +374,7 @@ class Coordinator:
         self._runs.pop(run.number, None)
         lane.settle(run)
         run.settled.set()
-        error = run.done.exception()
+        error = run.error
         if error is not None:
             for place in run.values:  # they failed with the run
                 self._values.pop((run.number, *place), None)
@@ -458,6 +465,10 @@ class Coordinator:
         log.warning("the cluster cannot go on: %s", error)  # in case nobody awaits anything
         self._break(error)
         self._path.drop(worker, str(error))
+
+    def under_way(self) -> int:
+        """Return how many runs are not over."""
+        return sum(not run.done.done() for lane in self._lanes for run in lane.all())
 
     def close(self) -> None:
         """End what is not over, since the cluster is being left."""

@@ -1,9 +1,11 @@
 """Runs an async `main` from a plain script."""
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from myelin.models.checks import shown
 from myelin.runtime.event_loop import new_event_loop
 
 Result = TypeVar("Result")
@@ -17,6 +19,48 @@ def run(main: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
     Raises:
         RuntimeError: a loop is running in this thread already.
+        TypeError: `main` is no async function, or was called already.
     """
+    name = _checked_name(main)
+    if _is_running():
+        raise RuntimeError(
+            f"an event loop is running here already, as in a notebook or in `python -m asyncio`: "
+            f"write `await {name}()` instead of `myelin.run({name})`"
+        )
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(main())
+        return runner.run(_called(main, name))
+
+
+def _checked_name(main: object) -> str:
+    """Return what `main` is called; a coroutine is closed, so that nothing warns of it later."""
+    if inspect.iscoroutine(main):
+        main.close()
+        name = main.__name__
+        raise TypeError(
+            f"myelin.run was given {name}(), which is a coroutine: pass the function itself, "
+            f"`myelin.run({name})`; arguments go in with "
+            f"`myelin.run(functools.partial({name}, ...))`"
+        )
+    name = getattr(main, "__name__", "main")
+    if not callable(main):
+        raise TypeError(f"myelin.run was given {shown(main)}: pass an `async def` function")
+    return name
+
+
+def _called(
+    main: Callable[[], Coroutine[Any, Any, Result]], name: str
+) -> Coroutine[Any, Any, Result]:
+    made: object = main()
+    if not inspect.iscoroutine(made):
+        raise TypeError(
+            f"{name}() gave {shown(made)}, which cannot be run: define it with `async def`"
+        )
+    return made
+
+
+def _is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

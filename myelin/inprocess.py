@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 
 from myelin.runtime.devices.cpu import CpuDevice
@@ -30,7 +31,7 @@ class InProcessWorker:
         coordinator: whom it serves.
         context: shared by all nodes of this process.
         hub: shared by all nodes of this process.
-        threads: intra-op threads, or None to leave torch's setting.
+        threads: intra-op threads, or None for as many as the calling thread has.
         heartbeat_s: how often to tell the coordinator that this worker is alive.
         jitter: delays to inject.
         local_calls: callables without an import path, by name; may grow later.
@@ -49,6 +50,7 @@ class InProcessWorker:
         local_calls: Mapping[str, Callable[..., Any]],
     ) -> None:
         self._coordinator = coordinator
+        threads = torch.get_num_threads() if threads is None else threads  # a thread has its own
         self._device = CpuDevice(f"worker-{own.node}", threads=threads)
         self._path = hub.endpoint(own.node)
         self._stopped = asyncio.Event()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from myelin.errors import PlanError
+from myelin.models.checks import check_whole, shown
 from myelin.models.partition import cut, cut_at
 
 
@@ -34,9 +35,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "data", "microbatches", "steps_in_flight"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{name}={value!r}: use a whole number of at least 1")
+            check_whole(name, getattr(self, name), least=1, error=PlanError)
         if self.data != 1:
             raise PlanError(
                 f"data={self.data}: this version trains one replica; use data=1 and more stages or "
@@ -44,6 +43,7 @@ class Plan:
             )
         self._check_limit()
         self._check_placement()
+        _check_row("cuts", self.cuts, "the first block of every stage but the first", "[2, 4]")
         if self.cuts is not None and len(self.cuts) != self.pipeline - 1:
             raise PlanError(
                 f"cuts={list(self.cuts)} make {len(self.cuts) + 1} stages, and "
@@ -77,13 +77,11 @@ class Plan:
         limit = self.pipeline_limit
         if limit is None or limit == "paper":
             return
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise PlanError(
-                f"pipeline_limit={limit!r}: use a whole number of at least 1, "
-                f'"paper" (= pipeline), or None (= twice the stages)'
-            )
+        instead = ', "paper" (= pipeline), or None (= twice the stages)'
+        check_whole("pipeline_limit", limit, least=1, instead=instead, error=PlanError)
 
     def _check_placement(self) -> None:
+        _check_row("placement", self.placement, "the worker of every stage", "[0, 1]")
         if self.placement is None:
             return
         placement = list(self.placement)
@@ -95,3 +93,27 @@ class Plan:
             )
         if set(placement) != set(range(len(set(placement)))):
             raise PlanError(f"placement={placement}: workers are numbered from 0 without gaps")
+
+
+def checked_plan(plan: object) -> Plan:
+    """Return the plan as it is, or the one by default if it is None.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    if plan is None:
+        return Plan()
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan={shown(plan)} is no plan: make one, such as Plan(pipeline=2)")
+    return plan
+
+
+def _check_row(name: str, value: object, what: str, example: str) -> None:
+    """Refuse what is no list of whole numbers; None stands for the default."""
+    if value is None:
+        return
+    row = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not row or not all(isinstance(each, int) and not isinstance(each, bool) for each in value):  # type: ignore[attr-defined]
+        raise PlanError(
+            f"{name}={shown(value)}: list {what} as whole numbers, such as {name}={example}"
+        )

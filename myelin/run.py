@@ -103,6 +103,8 @@ class Run:
     )
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     began_s: float = 0.0
+    error: BaseException | None = None  # looking at `done` would count as having seen it
+    on_failure: Callable[[], None] = lambda: None  # called at once, before anybody is woken
     torn: bool = False
     reports: dict[int, Any] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)
@@ -127,9 +129,8 @@ class Run:
         known = self.values.get(place)
         if known is None:
             known = self.values[place] = asyncio.get_running_loop().create_future()
-            error = self.done.exception() if self.done.done() else None
-            if error is not None:
-                known.set_exception(error)
+            if self.error is not None:
+                known.set_exception(self.error)
                 known.exception()
             elif self.number:
                 self.request_value(self, *place)
@@ -138,7 +139,9 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """End `done` and all values with `error`; later calls change nothing."""
         if not self.done.done():
+            self.error = error
             self.done.set_exception(error)
+            self.on_failure()
         for value in self.values.values():
             if not value.done():
                 value.set_exception(error)

@@ -11,8 +11,9 @@ import torch
 from myelin.batch import checked_batch, checked_inputs, joined, rows_of
 from myelin.coordinator import Coordinator
 from myelin.data import batches_of
-from myelin.errors import BatchError, GraphError, ModelError, PlanError
+from myelin.errors import BatchError, ClusterError, GraphError, ModelError, PlanError
 from myelin.members import to_the_end
+from myelin.models.checks import check_number, check_seed, check_whole, shown
 from myelin.models.model import Description
 from myelin.models.sampling import sample
 from myelin.plan import Plan
@@ -84,7 +85,7 @@ class Pending(Generic[Result]):
         if not done.done():
             state = "in flight" if self._run.number else "queued"
         else:
-            state = "done" if done.exception() is None else f"failed: {done.exception()}"
+            state = "done" if self._run.error is None else f"failed: {self._run.error}"
         return f"<{self._run.program.graph.phase.value} of step {self._run.step}, {state}>"
 
     def op(
@@ -129,7 +130,7 @@ class Pending(Generic[Result]):
 
 
 class Trainer:
-    """Trains one model. Made by `Cluster.trainer`; lives as long as its cluster.
+    """Trains one model. Made by `Cluster.trainer`; lives as long as its cluster, or until `close`.
 
     Steps are carried out in the order in which they were asked for; several may be in flight.
     """
@@ -153,6 +154,7 @@ class Trainer:
         self._lane = coordinator.lane(limit=plan.steps_in_flight, dependent=True)
         self._programs: dict[tuple[Phase, int], InstalledProgram] = {}
         self._asked = 0
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Trainer of {self.model!r}: {self.plan.pipeline} stages, {self.steps_done} steps>"
@@ -187,6 +189,7 @@ class Trainer:
 
         The outputs of all microbatches are joined along dimension 0; they belong to the caller.
         """
+        self._check_open()
         checked_inputs(self.model, inputs)
         program = self._program(Phase.PREDICT, rows_of(inputs))
         run = self._coordinator.submit(self._lane, program, {INPUTS: inputs}, step=self._asked)
@@ -216,6 +219,7 @@ class Trainer:
 
         The names are those of `nn.Sequential(*blocks).state_dict()`.
         """
+        self._check_open()
         async with self._coordinator.pause(self._lane):
             return await self._collect(m.State.WEIGHTS)
 
@@ -225,11 +229,13 @@ class Trainer:
         Once it has begun to write, cancelling waits until all is written.
 
         Raises:
-            ModelError: a name or a shape is not the model's; nothing was changed.
+            ModelError: a name, a shape or a dtype is not the model's; nothing was changed.
         """
+        self._check_open()
+        _check_tensors(weights)
         async with self._coordinator.pause(self._lane):
             own = await self._shapes()
-            _check_weights(weights, {name: shape for part in own for name, shape in part.items()})
+            _check_weights(weights, {name: form for part in own for name, form in part.items()})
             weights = _with_copies(weights, self._ties)
             await to_the_end(self._overwrite(weights, own))
 
@@ -249,6 +255,22 @@ class Trainer:
                 f"of nn.Sequential(*blocks), for example {sorted(names)[:3]}"
             )
 
+    async def close(self) -> None:
+        """Free the model on all workers, once what was asked for is over; nothing works any more.
+
+        Without it that happens when the cluster is left.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        async with self._coordinator.pause(self._lane):
+            self._coordinator.discard_trainer(self._number, self._workers)
+        self._coordinator.retire(self._lane)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClusterError("this trainer was closed: ask the cluster for a new one")
+
     async def fit(
         self, data: Any, steps: int | None = None, *, ahead: int = 0
     ) -> AsyncGenerator[StepResult, None]:
@@ -260,8 +282,15 @@ class Trainer:
             steps: how many steps; None until the data ends.
             ahead: how many steps to have in flight while the caller looks at a result. With 0 the
                 weights in the loop's body are those after the step it is shown.
+
+        Raises:
+            ValueError: `steps` or `ahead` is no whole number of at least 0.
+            DataError: `data` gives no batches, or does not fit the model.
         """
-        if steps is not None and steps < 1:
+        if steps is not None:
+            check_whole("steps", steps, least=0, instead=", or None until the data ends")
+        check_whole("ahead", ahead, least=0)
+        if steps == 0:
             return
         if hasattr(data, "bind"):
             data.bind(getattr(self.model, "context", None))
@@ -303,8 +332,14 @@ class Trainer:
 
         Raises:
             BatchError: the prompt is empty or holds no valid ids.
+            ValueError: another argument is of the wrong type or out of range.
         """
         ids = _token_ids(prompt)
+        check_whole("tokens", tokens, least=0)
+        check_number("temperature", temperature, least=0)
+        if top_k is not None:
+            check_whole("top_k", top_k, least=1, instead=", or None for all tokens")
+        check_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         context = getattr(self.model, "context", None)
         given = len(ids)
@@ -324,12 +359,14 @@ class Trainer:
         step: int,
         finish: Callable[[Run, RunReport], StepResult],
     ) -> Pending[StepResult]:
+        self._check_open()
         inputs, targets = checked_batch(self.model, batch)
         program = self._program(phase, rows_of(inputs))
         loads = {INPUTS: inputs, TARGETS: targets}
         run = self._coordinator.submit(self._lane, program, loads, step=step)
         if phase is Phase.TRAIN:
-            run.done.add_done_callback(lambda done: self._count(run, done))
+            run.on_failure = lambda: self._give_back(run.step)
+            run.done.add_done_callback(lambda _: self._count(run))
 
         async def result(report: RunReport) -> StepResult:
             return finish(run, report)
@@ -348,10 +385,12 @@ class Trainer:
             self._programs[phase, microbatches] = known
         return known
 
-    def _count(self, run: Run, done: "asyncio.Future[RunReport]") -> None:
-        if done.cancelled() or done.exception() is not None:
-            self._asked = min(self._asked, run.step)  # it was not done: its number is free again
-        else:
+    def _give_back(self, step: int) -> None:
+        """Free the number of a step that was not done; those behind it fail with it."""
+        self._asked = min(self._asked, step)
+
+    def _count(self, run: Run) -> None:
+        if run.error is None:
             self.steps_done = run.step + 1
 
     def _result(self, run: Run, report: RunReport) -> StepResult:
@@ -367,8 +406,8 @@ class Trainer:
             busy={w: busy_s / report.elapsed_s for w, busy_s in report.busy_s.items()},
         )
 
-    async def _shapes(self) -> list[dict[str, list[int]]]:
-        """Return the shape of every parameter and buffer, for each worker by name."""
+    async def _shapes(self) -> list[dict[str, tuple[str, list[int]]]]:
+        """Return dtype and shape of every parameter and buffer, for each worker by name."""
         return await self._coordinator.requests.ask_all(
             lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES), self._workers
         )
@@ -396,24 +435,41 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     try:
         ids = [operator.index(token) for token in prompt]
     except TypeError as error:
-        raise BatchError(f"the prompt holds something that is no token id: {error}") from error
+        raise BatchError(
+            f"prompt={shown(prompt)} holds something that is no token id ({error}): give a list of "
+            f"whole numbers; a text must be encoded first, such as by data.encode(text)"
+        ) from error
     if not ids:
         raise BatchError("the prompt is empty: give at least one token id")
     return ids
 
 
+def _check_tensors(weights: object) -> None:
+    if not isinstance(weights, Mapping):
+        raise ModelError(
+            f"weights={shown(weights)}: give a dict of tensors by name, as trainer.weights() does"
+        )
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"{name}={shown(tensor)} is no tensor: use torch.tensor(...)")
+
+
 def _check_weights(
-    weights: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
+    weights: Mapping[str, torch.Tensor], forms: Mapping[str, tuple[str, Sequence[int]]]
 ) -> None:
-    unknown = sorted(set(weights) - set(shapes))
+    """Compare names, shapes and dtypes with the model's, which are `forms`."""
+    unknown = [name for name in weights if name not in forms]
     if unknown:
         raise ModelError(
             f"the model has no weights named {unknown[:5]}; its names are those of "
-            f"nn.Sequential(*blocks), for example {sorted(shapes)[:3]}"
+            f"nn.Sequential(*blocks), for example {sorted(forms)[:3]}"
         )
     for name, tensor in weights.items():
-        if list(tensor.shape) != list(shapes[name]):
-            raise ModelError(f"{name} has shape {list(shapes[name])}, not {list(tensor.shape)}")
+        dtype, shape = forms[name]
+        if list(tensor.shape) != list(shape):
+            raise ModelError(f"{name} has shape {list(shape)}, not {list(tensor.shape)}")
+        if str(tensor.dtype) != dtype:
+            raise ModelError(f"{name} is {dtype}, not {tensor.dtype}: use tensor.to({dtype})")
 
 
 def _with_copies(

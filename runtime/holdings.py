@@ -98,4 +98,7 @@ class Holdings:
             case m.State.GRADIENTS:
                 return trainer.take_gradients()
             case m.State.SHAPES:
-                return {name: list(tensor.shape) for name, tensor in trainer.weights().items()}
+                return {
+                    name: [str(tensor.dtype), list(tensor.shape)]
+                    for name, tensor in trainer.weights().items()
+                }

@@ -15,7 +15,36 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from myelin.models.checks import shown
+
+_ADVICE = "describe one, such as optimizer=myelin.AdamW(lr=1e-3) or myelin.SGD(lr=1e-2)"
 _UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+
+
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    int | None: "a whole number, or None",
+    float: "a plain number",
+    float | None: "a plain number, or None",
+    str: "a text",
+}
+_EXAMPLES = {
+    "betas": "two plain numbers, such as (0.9, 0.95)",
+    "groups": 'a tuple of groups, such as (Group("*.bias", weight_decay=0.0),)',
+    "schedule": 'a schedule, such as Schedule("cosine", steps=1000)',
+    "shape": '"constant", "linear" or "cosine"',
+}
+
+
+def _check_types(settings: msgspec.Struct) -> None:
+    """Refuse a field whose value is not of its type, which no worker could decode."""
+    for field in msgspec.structs.fields(settings):
+        value = getattr(settings, field.name)
+        try:
+            msgspec.convert(value, field.type)
+        except (msgspec.ValidationError, TypeError) as error:
+            wanted = _EXAMPLES.get(field.name) or _KINDS[field.type]
+            raise ValueError(f"{field.name}={shown(value)}: use {wanted}") from error
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,8 +66,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.shape not in ("constant", "linear", "cosine"):
-            raise ValueError(f'shape={self.shape!r}: use "constant", "linear" or "cosine"')
+        _check_types(self)
         if self.warmup < 0 or not 0 <= self.floor <= 1:
             raise ValueError(f"warmup must not be negative, floor in [0, 1]: {self}")
         if self.shape != "constant" and (self.steps is None or self.steps <= self.warmup):
@@ -73,6 +101,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lr_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not ((self.weight_decay is None or self.weight_decay >= 0) and self.lr_scale >= 0):
             raise ValueError(f"weight_decay and lr_scale must not be negative: {self}")
 
@@ -122,6 +151,7 @@ class _Common(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     groups: tuple[Group, ...] = ()
 
     def _check(self) -> None:
+        _check_types(self)
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm={self.max_norm}: use a number above 0, or None")
 
@@ -170,8 +200,10 @@ class AdamW(
     def __post_init__(self) -> None:
         self._check()
         beta1, beta2 = self.betas
-        if not (self.lr >= 0 and self.eps >= 0 and self.weight_decay >= 0):
-            raise ValueError(f"lr, eps and weight_decay must not be negative: {self}")
+        if not (0 <= self.lr < math.inf and self.eps >= 0 and self.weight_decay >= 0):
+            raise ValueError(
+                f"lr must be finite; lr, eps and weight_decay must not be negative: {self}"
+            )
         if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ValueError(f"betas={self.betas}: each must be at least 0 and below 1")
 
@@ -201,9 +233,10 @@ class SGD(
 
     def __post_init__(self) -> None:
         self._check()
-        if not (self.lr >= 0 and self.weight_decay >= 0 and 0 <= self.momentum < 1):
+        if not (0 <= self.lr < math.inf and self.weight_decay >= 0 and 0 <= self.momentum < 1):
             raise ValueError(
-                f"lr and weight_decay must not be negative, momentum in [0, 1): {self}"
+                f"lr must be finite; lr and weight_decay must not be negative, momentum in [0, 1): "
+                f"{self}"
             )
 
     def build(self, parameters: Iterable[Named]) -> torch.optim.Optimizer:
@@ -213,6 +246,28 @@ class SGD(
 
 
 Optimizer = AdamW | SGD
+
+
+def check_optimizer(optimizer: object) -> Optimizer:
+    """Return what describes an optimizer as it is.
+
+    Raises:
+        ValueError: it describes none.
+    """
+    if isinstance(optimizer, AdamW | SGD):
+        return optimizer
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, AdamW | SGD):
+        raise ValueError(
+            f"optimizer={kind.__name__} is the class: give its settings, such as "
+            f"optimizer=myelin.{kind.__name__}(lr=1e-3)"
+        )
+    if issubclass(kind, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer={kind.__module__}.{kind.__name__}: an optimizer of torch holds the tensors "
+            f"of one process, and every worker makes its own; {_ADVICE}"
+        )
+    raise ValueError(f"optimizer={shown(optimizer)} describes no optimizer: {_ADVICE}")
 
 
 def set_rate(optimizer: torch.optim.Optimizer, description: Optimizer, step: int) -> None:

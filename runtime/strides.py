@@ -3,8 +3,11 @@
 A copy has its original's strides, gaps and expanded dimensions (stride 0) included. Two kinds of
 tensors are closed up instead, their dimensions in the same order as before: those with elements
 that share a place without being expanded, such as windows made by `unfold`, and those that fill
-less than 1/4096 of the memory they reach over, such as a batch cut across a whole corpus. Where
-in memory a copy begins is up to the allocator.
+less than 1/4096 of the memory they reach over, such as a batch cut across a whole corpus.
+
+A copy made here also begins as many bytes behind a multiple of 64 as its original: a microbatch is
+a view into its batch, and kernels begin with what lies before the first full vector. What has
+travelled begins at a multiple of 64, as all that the allocator gives.
 """
 
 import math
@@ -18,14 +21,18 @@ Form: TypeAlias = tuple[tuple[int, int], ...]
 """Size and stride of each dimension."""
 
 _SPARSEST = 4096
+_ALIGNMENT = 64  # bytes; torch's own on the CPU
 
 
 def copied(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor without a graph that lies in memory as it does; see above."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
+    if tensor.layout is not torch.strided:
+        return tensor.clone()
+    ahead = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
+    if tensor.is_contiguous() and not ahead:
         return tensor.clone()
     form = _form_of(tensor)
-    part = _room(form, tensor)
+    part = _room(form, tensor, ahead)
     part.copy_(_unexpanded(tensor, form))
     return _expanded(part, form)
 
@@ -111,9 +118,13 @@ def _outermost_first(form: Form) -> list[int]:
     return sorted(range(len(form)), key=lambda dimension: -form[dimension][1])
 
 
-def _room(form: Form, like: Tensor) -> Tensor:
-    strides = [stride for _, stride in form]
-    return torch.empty_strided(_sizes(form), strides, dtype=like.dtype, device=like.device)
+def _room(form: Form, like: Tensor, ahead: int = 0) -> Tensor:
+    """Return memory for a tensor of this form, `ahead` elements behind where it would begin."""
+    sizes, strides = _sizes(form), [stride for _, stride in form]
+    if not ahead:
+        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+    room = torch.empty(ahead + _reach(form), dtype=like.dtype, device=like.device)
+    return room.as_strided(sizes, strides, ahead)
 
 
 def _unexpanded(tensor: Tensor, form: Form) -> Tensor:

@@ -356,6 +356,76 @@ async def test_nothing_of_a_cluster_works_once_it_was_left(batch: Batch) -> None
     assert (await step).index == 0  # what is known stays known
 
 
+@pytest.mark.parametrize("error", [None, KeyError])
+async def test_leaving_with_something_under_way_is_told_unless_there_was_an_error(
+    gate: Gate, error: type[Exception] | None, caplog: pytest.LogCaptureFixture, batch: Batch
+) -> None:
+    gate.open()
+    with contextlib.suppress(KeyError):
+        async with myelin.Cluster(0) as cluster:
+            trainer = await cluster.trainer(MODEL, plan=PLAN)
+            for _ in range(3):
+                trainer.step(batch)
+            if error is not None:
+                raise error
+    told = "the cluster was left with 3 runs under way; await them first"
+    assert caplog.messages == ([told] if error is None else [])
+
+
+def test_a_cluster_cannot_be_used_from_another_loop(batch: Batch) -> None:
+    async def enter() -> tuple[myelin.Cluster, myelin.Trainer]:
+        cluster = myelin.Cluster(0)
+        await cluster.__aenter__()
+        return cluster, await cluster.trainer(MODEL, plan=PLAN)
+
+    async def use(trainer: myelin.Trainer) -> None:
+        with pytest.raises(ClusterError, match="belongs to another event loop"):
+            trainer.step(batch)
+        with pytest.raises(ClusterError, match="belongs to another event loop"):
+            await trainer.weights()
+
+    async def main() -> None:
+        cluster, trainer = await enter()
+        thread = threading.Thread(target=lambda: asyncio.run(use(trainer)))
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        await trainer.step(batch)
+        await cluster.__aexit__(None, None, None)
+
+    run(main(), new_event_loop)
+
+
+def test_a_cluster_cannot_be_used_once_its_loop_is_gone(batch: Batch) -> None:
+    first, second = new_event_loop(), new_event_loop()
+    cluster = myelin.Cluster(0)
+
+    async def enter() -> myelin.Trainer:
+        await cluster.__aenter__()
+        return await cluster.trainer(MODEL, plan=PLAN)
+
+    async def use(trainer: myelin.Trainer) -> None:
+        with pytest.raises(ClusterError, match="belongs to another event loop"):
+            trainer.step(batch)
+
+    trainer = first.run_until_complete(enter())
+    second.run_until_complete(use(trainer))
+    with pytest.raises(ClusterError, match="belongs to another event loop"):
+        trainer.step(batch)
+    first.run_until_complete(cluster.__aexit__(None, None, None))
+    for loop in (first, second):
+        loop.close()
+
+
+async def test_threads_inside_the_process_are_as_many_as_the_callers() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        async with myelin.Cluster(0) as cluster, cluster.graph() as graph:
+            assert await graph.op(torch.get_num_threads) == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 async def test_what_was_under_way_when_a_cluster_was_left_says_so(gate: Gate) -> None:
     gate.open()
     async with myelin.Cluster(0) as cluster:

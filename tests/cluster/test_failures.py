@@ -1,6 +1,7 @@
 """What becomes of runs when ops raise, callers give up and workers die."""
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -171,7 +172,7 @@ async def test_fifty_failures_in_a_row_leave_nothing_and_change_nothing(
         poison = torch.zeros(4, dtype=torch.int64)
         poison[number % 4] = code
         bad = ({"x": inputs, "poison": poison}, targets)
-        steps = [trainer.step(each) for each in (harmless, bad, harmless)][: 1 + number % 3]
+        steps = [trainer.step(each) for each in (harmless, bad, harmless)[: 1 + number % 3]]
         for index, step in enumerate(steps):
             if index == 0:
                 assert (await step).loss == (await other.step(harmless)).loss
@@ -184,6 +185,20 @@ async def test_fifty_failures_in_a_row_leave_nothing_and_change_nothing(
             held = await alive()
     assert await alive() == held
     assert_same(await trainer.weights(), await other.weights())
+
+
+async def test_a_failed_step_that_nobody_awaits_is_told_by_asyncio(
+    inside: myelin.Cluster, batch: Batch, noise: list[str]
+) -> None:
+    trainer = await inside.trainer(failing("forward", 1, 1), plan=PLAN)
+    trainer.step(batch)
+    await trainer.weights()  # by then the step is over everywhere
+    await asyncio.sleep(0)
+    gc.collect()
+    assert len(noise) == 1
+    assert "exception was never retrieved" in noise[0]
+    assert "planted" in noise[0]
+    noise.clear()
 
 
 # Callers that give up

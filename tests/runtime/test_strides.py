@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,3 +104,17 @@ def test_a_tensor_that_is_not_strided_is_copied_by_torch_and_travels_as_it_is() 
 def test_a_form_that_no_tensor_is_sent_in_is_refused(form: Form, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         restored(torch.ones(2, 3), form)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5, 16, 17])
+@pytest.mark.parametrize("shape", [(3, 5), (7,), ()])
+def test_a_copy_begins_as_far_behind_full_vectors_as_its_original(
+    shape: tuple[int, ...], ahead: int
+) -> None:
+    room = torch.randn(ahead + math.prod(shape))
+    tensor = room[ahead:].view(shape)
+    copy = copied(tensor)
+    assert torch.equal(copy, tensor)
+    assert copy.data_ptr() % 64 == tensor.data_ptr() % 64
+    assert copy.stride() == tensor.stride()
+    assert copy.data_ptr() != tensor.data_ptr()

@@ -193,6 +193,27 @@ async def test_sizes_for_which_blas_works_in_blocks_change_no_bit() -> None:
         assert differing(await trainer.weights(), loop.weights()) == []
 
 
+@pytest.mark.parametrize("microbatches", [4, 7])
+@pytest.mark.parametrize("width", [5, 6, 17])
+async def test_microbatches_that_begin_anywhere_in_memory_change_no_bit(
+    width: int, microbatches: int
+) -> None:
+    model, optimizer = Model(models.mlp, width=width), SGD(lr=0.1)
+    loop = PlainLoop(model, optimizer, seed=SEED, microbatches=microbatches)
+    generator = torch.Generator().manual_seed(0)
+    batches = [tuple(torch.randn(2, 10, width, generator=generator).unbind()) for _ in range(8)]
+    expected = [loop.step((inputs.clone(), targets.clone())) for inputs, targets in batches]
+    async with Cluster(workers=0, threads=1) as cluster:
+        plan = Plan(pipeline=2, microbatches=microbatches)
+        trainer = await cluster.trainer(model, plan=plan, optimizer=optimizer, seed=SEED)
+        found = [
+            (await trainer.step((inputs.clone(), targets.clone()))).loss
+            for inputs, targets in batches
+        ]
+        assert found == expected
+        assert differing(await trainer.weights(), loop.weights()) == []
+
+
 async def test_another_seed_gives_another_model() -> None:
     async with Cluster(workers=0, threads=1) as cluster:
         trainers = [await cluster.trainer(TIED, seed=seed) for seed in (SEED, SEED, 8)]

@@ -1,7 +1,9 @@
 """The trainer as a caller sees it: data in, results out, batches refused before they start."""
 
 import asyncio
+import gc
 import re
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from myelin import SGD, Cluster, Model, Plan, Trainer
-from myelin.errors import BatchError, DataError, OpError, RunCancelled, RunError
+from myelin.errors import BatchError, ClusterError, DataError, OpError, RunCancelled, RunError
 from myelin.models.gpt import GPT
 from myelin.models.model import Description
 from myelin.testing import models
@@ -228,6 +230,49 @@ async def test_the_step_after_a_failed_one_takes_its_number() -> None:
         assert [(await step).index for step in again] == [2, 3]
         assert [(await step).loss for step in again] == plain_losses(4)[2:]
         assert trainer.steps_done == 4
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+async def test_the_number_of_a_cancelled_step_is_free_at_once(awaited: bool) -> None:
+    async with Cluster(workers=0, threads=1) as cluster:
+        trainer = await trainer_of(cluster)
+        await trainer.step(vectors())
+        queued = [trainer.step(vectors()) for _ in range(2)]
+        queued[0].cancel()
+        if awaited:
+            with pytest.raises(RunCancelled):
+                await queued[0]
+        results = [await step for step in [trainer.step(vectors()) for _ in range(3)]]
+        assert [result.index for result in results] == [1, 2, 3]
+        assert trainer.steps_done == 4
+        for step in queued:
+            with pytest.raises(RunError):
+                await step
+
+
+async def test_a_closed_trainer_is_freed_and_refuses_everything() -> None:
+    async with Cluster(workers=0, threads=1) as cluster:
+        trainer = await trainer_of(cluster)
+        step = trainer.step(vectors())
+        (worker, *_) = cluster._members._workers  # type: ignore[attr-defined]
+        executors = worker._worker._holdings._trainers
+        alive = [weakref.ref(executor) for executor in executors.values()]
+        assert len(alive) == 1
+        await trainer.close()
+        await trainer.close()
+        assert (await step).index == 0
+        for use in (trainer.step, trainer.evaluate):
+            with pytest.raises(ClusterError, match="this trainer was closed"):
+                use(vectors())
+        with pytest.raises(ClusterError, match="this trainer was closed"):
+            trainer.predict(vectors()[0])
+        for call in (trainer.weights(), trainer.gradients(vectors()), trainer.assign({})):
+            with pytest.raises(ClusterError, match="this trainer was closed"):
+                await call
+        other = await trainer_of(cluster)  # by then the order to discard has been carried out
+        gc.collect()
+        assert [ref() for ref in alive] == [None]
+        assert (await other.step(vectors())).index == 0
 
 
 async def test_dropout_of_a_step_that_is_done_again_is_the_same() -> None:
