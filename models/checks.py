@@ -18,6 +18,13 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
+def shortened(text: str) -> str:
+    """Write a text in one line without its middle, if it is long: of a path both ends matter."""
+    line = " ".join(text.split())
+    half = _SHOWN // 2 - 2
+    return line if len(line) <= _SHOWN else f"{line[:half]}...{line[-half:]}"
+
+
 def check_whole(
     name: str,
     value: object,

@@ -9,7 +9,9 @@ import importlib
 import importlib.util
 import re
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +19,14 @@ from types import ModuleType
 from myelin.errors import ModelError
 
 _FILE_MODULE = "myelin_file_"
+_HERE = Path(__file__).parent
 _IMPORTING = threading.RLock()
+_MODEL = (
+    "define the factory with `def` at the top level of a module or of a script's file, and pass its "
+    "settings as arguments of Model(...)"
+)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _FORMS = "'package.module:function' or '/absolute/file.py:function'"
 
 
@@ -41,11 +50,15 @@ def checked(factory: str) -> str:
     return factory
 
 
-def path_of(function: Callable[..., object]) -> str:
+def path_of(function: Callable[..., object], *, advice: str = _MODEL) -> str:
     """Return the import path of a module-level function.
 
     A function of the script that is running gets its file's path, or the module's name when the
     script was started with `python -m`.
+
+    Args:
+        function: the function.
+        advice: what the error should tell to do.
 
     Raises:
         ModelError: another process could not import it; the message says what to do.
@@ -55,10 +68,9 @@ def path_of(function: Callable[..., object]) -> str:
     if name is None or module is None or getattr(module, name, None) is not function:
         raise ModelError(
             f"{function!r} cannot be imported by a worker: lambdas, nested functions, methods and "
-            "partials have no import path; define the factory with `def` at the top level of a "
-            "module and pass its settings as arguments of Model(...)"
+            f"partials have no import path; {advice}"
         )
-    return f"{_place(module, name)}:{name}"
+    return f"{_place(module, name, advice)}:{name}"
 
 
 def find(factory: str) -> Callable[..., object]:
@@ -74,7 +86,7 @@ def find(factory: str) -> Callable[..., object]:
     function = getattr(_import(place, factory), name, None)
     if not callable(function):
         what = "no function" if function is None else f"a {type(function).__name__} called"
-        raise ModelError(f"factory {factory!r}: {place} has {what} {name!r}; check the spelling")
+        raise ModelError(f"{factory!r}: {place} has {what} {name!r}; check the spelling")
     return function  # type: ignore[no-any-return]
 
 
@@ -83,18 +95,42 @@ def _split(factory: str) -> tuple[str, str]:
     return place, function
 
 
-def _place(module: ModuleType, name: str) -> str:
+def place_of(error: BaseException) -> str:
+    """Return " (file:line)" of the last line of a user's own code that led to an error, or "".
+
+    Lines of this room and of Python are none of that, and those of installed libraries only where
+    nothing else had a part in it.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    places: list[str] = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        file, installed = frame.filename, frame.filename.startswith(_INSTALLED)
+        if file.startswith("<frozen") or Path(file).parent == _HERE:
+            continue
+        if installed or not file.startswith(_STANDARD):
+            places.insert(0 if installed else len(places), f" ({file}:{frame.lineno})")
+    return places[-1] if places else ""
+
+
+def _place(module: ModuleType, name: str, advice: str) -> str:
     if module.__name__ != "__main__" and not module.__name__.startswith(_FILE_MODULE):
         return module.__name__
     spec = module.__spec__
     if module.__name__ == "__main__" and spec is not None:
         return spec.name
-    if not getattr(module, "__file__", None):
-        raise ModelError(
-            f"{name} was defined in an interactive session, which a worker cannot import: move it "
-            "into a file and pass '/absolute/file.py:" + name + "'"
-        )
-    return str(Path(str(module.__file__)).resolve())
+    file = str(getattr(module, "__file__", None) or "")
+    if file.endswith(".py"):
+        return str(Path(file).resolve())
+    where = f"in {file}, whose name does not end with .py"
+    if not file:
+        where = "in an interactive session"
+    elif file.startswith("<"):
+        where = "in a script that was read from standard input"
+    raise ModelError(
+        f"{name} was defined {where}, which cannot be imported by a worker: it must be in a file "
+        f"with a name such as my_model.py; {advice}"
+    )
 
 
 def _import(place: str, factory: str) -> ModuleType:
@@ -104,8 +140,8 @@ def _import(place: str, factory: str) -> ModuleType:
         )
     except (Exception, SystemExit) as error:
         raise ModelError(
-            f"factory {factory!r}: importing {place} raised {type(error).__name__}: {error}; the "
-            "module must be importable in every worker, and a script must do its work under "
+            f"{factory!r}: importing {place} raised {type(error).__name__}: {error}"
+            f"{place_of(error)}; the module must be importable in every worker, and a script must do its work under "
             '`if __name__ == "__main__":`'
         ) from error
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from myelin.errors import BatchError, ModelError
+from myelin.models.checks import check_flag, check_number, check_whole, shown
 from myelin.models.losses import TokenCrossEntropy
 from myelin.models.model import Block, Parts, Plain, Tie
 
@@ -57,9 +58,9 @@ class GPT:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ModelError(f"{name}={value!r}: use a whole number of at least 1")
+            check_whole(name, getattr(self, name), least=1, error=ModelError)
+        check_flag("tied", self.tied, error=ModelError)
+        check_number("dropout", self.dropout, least=0, below=1, error=ModelError)
         if self.hidden % self.heads:
             fitting = max(n for n in range(1, self.heads) if self.hidden % n == 0)
             raise ModelError(
@@ -67,8 +68,6 @@ class GPT:
                 f"the width evenly; use heads={fitting} or hidden="
                 f"{math.ceil(self.hidden / self.heads) * self.heads}"
             )
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ModelError(f"dropout={self.dropout!r}: use at least 0 and less than 1")
 
     @classmethod
     def paper(cls, size: str, *, vocab: int = 51200, context: int = 512) -> "GPT":
@@ -77,8 +76,8 @@ class GPT:
         Raises:
             ModelError: there is no such size.
         """
-        if size not in _PAPER:
-            raise ModelError(f"no model {size!r} in the paper: use one of {', '.join(_PAPER)}")
+        if not isinstance(size, str) or size not in _PAPER:
+            raise ModelError(f"no model {shown(size)} in the paper: use one of {', '.join(_PAPER)}")
         layers, hidden, heads = _PAPER[size]
         return cls(layers, hidden, heads, vocab, context)
 

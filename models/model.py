@@ -15,7 +15,7 @@ from torch import nn
 
 from myelin.errors import ModelError
 from myelin.models.checks import shown
-from myelin.models.factories import checked, find, path_of
+from myelin.models.factories import checked, find, path_of, place_of
 from myelin.models.losses import Loss
 from myelin.models.seeds import factory_seed, seeded
 
@@ -164,8 +164,8 @@ def load(factory: str, arguments: Mapping[str, object], *, seed: int = 0) -> Par
             made = function(**arguments)
         except Exception as error:
             raise ModelError(
-                f"factory {factory!r} raised {type(error).__name__}: {error}; it was called with "
-                f"{dict(arguments)!r}"
+                f"factory {factory!r} raised {type(error).__name__}: {error}{place_of(error)}; it "
+                f"was called with {dict(arguments)!r}"
             ) from error
     return _parts(factory, made)
 

@@ -100,3 +100,13 @@ def _start_of_last(costs: Sequence[int], stages: int, limit: int) -> int:
     while _stages_needed(costs[:start], limit) > stages - 1:
         start -= 1
     return start
+
+
+def checkpoint_every(blocks: int, all_blocks: int) -> int:
+    """Return after how many blocks of a stage to keep an output, where activations are recomputed.
+
+    It is the divisor of the stage's number of blocks that is nearest to the root of the model's:
+    the rule of arXiv 2110.13005, which keeps the sum of what is kept and what is recomputed small.
+    """
+    divisors = [n for n in range(1, blocks + 1) if blocks % n == 0]
+    return min(divisors, key=lambda n: abs(n - math.sqrt(all_blocks)))

@@ -157,13 +157,14 @@ class Cluster:
             0, m.Describe(coordinator.number(), model.factory, model.arguments)
         )
         stages = plan.stages([block.cost for block in described.blocks])
+        every = plan.keeps_every(stages)
         ties = _ties(described.ties, stages)
         crossing = tuple(tie for tie in ties if tie.crosses)
         number, builders = coordinator.number(), sorted(set(plan.workers))
 
         def build(worker: int, request: int) -> m.Build:
             own = tuple(
-                m.StageSpec(stage, blocks[0], blocks[-1])
+                m.StageSpec(stage, blocks[0], blocks[-1], every[stage])
                 for stage, blocks in enumerate(stages)
                 if plan.workers[stage] == worker
             )

@@ -5,9 +5,10 @@ The same scheduler, worker and data path as for training; what is built here is 
 
 import asyncio
 import builtins
+import inspect
 import math
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,12 +17,17 @@ import torch
 
 from myelin.errors import GraphError, ModelError
 from myelin.members import Members
+from myelin.models.checks import shown
 from myelin.models.factories import path_of
 from myelin.run import InstalledProgram, Run, RunReport, look_at
 from myelin.runtime.graph import COORDINATOR, Graph, Kind, Op, Phase, Stream
 from myelin.transports.datapath import spec_of
 from myelin.transports.packing import tensors_of
 
+_ADVICE = (
+    "define the op with `def` at the top level of a module or of a script's file, and give it what "
+    "it needs as inputs; or use Cluster(workers=0), where an op may be anything that can be called"
+)
 _MISSING = object()
 _SEARCHED = (torch, torch.nn.functional, operator, math, builtins)
 
@@ -186,7 +192,12 @@ class CallGraph:
             GraphError: the name cannot be used, or the default cannot travel.
         """
         self._check_open()
-        if name in self._inputs or name == "keep":
+        if not isinstance(name, str) or not name:
+            raise GraphError(
+                f'input({shown(name)}) has no name: give one, such as graph.input("x"); a plain '
+                f"value can be given to op(...) as it is"
+            )
+        if name in self._inputs or name in ("keep", "self"):
             raise GraphError(f"the name {name!r} is taken: choose another for this input")
         if default is not _MISSING:
             _check_value(default, f"the default of input {name!r}")
@@ -218,7 +229,7 @@ class CallGraph:
             GraphError: the function cannot be imported, or an argument makes no sense.
         """
         self._check_open()
-        if not isinstance(worker, int) or worker < 0:
+        if not isinstance(worker, int) or isinstance(worker, bool) or worker < 0:
             raise GraphError(f"worker={worker!r}: workers are numbered 0, 1, ...")
         arguments = tuple(map(self._argument, inputs))
         op = CallOp(self, len(self._calls), arguments, worker, _stream(stream))
@@ -242,6 +253,7 @@ class CallGraph:
             ClusterError: an op is placed on a worker that does not exist.
         """
         self._check_open()
+        _check_kept(keep)
         installed = await self._compiled()
         wanted = [installed.index(op) for op in (installed.sinks if keep is None else keep)]
         run = self._members.coordinator.submit(
@@ -284,18 +296,17 @@ class CallGraph:
         return Input(f"constant {len(self._defaults) - 1}", len(self._defaults) - 1)
 
     def _path(self, function: Callable[..., Any]) -> str:
-        if not callable(function):
-            raise GraphError(f"{function!r} cannot be called")
+        _check_function(function)
         if self._local_calls is not None:
             path = f"local:{id(self)}:{len(self._calls)}"
             self._local_calls[path] = function
             return path
         try:
-            return path_of(function)
+            return path_of(function, advice=_ADVICE)
         except ModelError as error:
             known = _library_path(function)
             if known is None:
-                raise GraphError(f"{error}; or use Cluster(workers=0)") from error
+                raise GraphError(str(error)) from error
             return known
 
     def _values(self, given: dict[str, Any]) -> dict[int, Any]:
@@ -363,6 +374,28 @@ def _check_value(value: Any, what: str) -> None:
             spec_of(tensor)
     except (TypeError, ValueError) as error:
         raise GraphError(f"{what} cannot be sent to a worker: {error}") from error
+
+
+def _check_function(function: object) -> None:
+    """Refuse what cannot be called, and what would give a coroutine that nobody awaits."""
+    if not callable(function):
+        raise GraphError(f"{shown(function)} cannot be called: give a function")
+    called = type(function).__call__ if not inspect.isroutine(function) else function
+    for each in (function, called):
+        if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
+            raise GraphError(
+                f"{shown(function)} is async, and a worker calls an op without awaiting it: define "
+                f"it with plain `def`; it may block, as each stream has a thread of its own"
+            )
+
+
+def _check_kept(keep: object) -> None:
+    """Refuse what is no list of ops, an op by itself above all."""
+    if isinstance(keep, CallOp):
+        raise GraphError("keep is a list of ops: write keep=[op]")
+    row = keep is None or isinstance(keep, Collection)
+    if not row or any(not isinstance(op, CallOp) for op in keep or ()):
+        raise GraphError(f"keep={shown(keep)}: list ops of this graph, such as keep=[op]")
 
 
 def _stream(stream: str | Stream) -> Stream:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from myelin.errors import PlanError
 from myelin.models.checks import check_whole, shown
-from myelin.models.partition import cut, cut_at
+from myelin.models.partition import checkpoint_every, cut, cut_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,9 @@ class Plan:
         cuts: the first block of every stage but the first; by default stages are cut by the
             estimated cost of blocks.
         steps_in_flight: how many steps may be under way at once.
+        checkpoint: keep the output of every so many blocks only, and compute what lies between
+            again in the backward: less memory for about a third more work, and the same bits.
+            "paper" chooses the number for each stage; None keeps everything.
     """
 
     pipeline: int = 1
@@ -32,6 +35,7 @@ class Plan:
     placement: Sequence[int] | None = None
     cuts: Sequence[int] | None = None
     steps_in_flight: int = 2
+    checkpoint: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "data", "microbatches", "steps_in_flight"):
@@ -42,6 +46,9 @@ class Plan:
                 f"microbatches"
             )
         self._check_limit()
+        if self.checkpoint is not None and self.checkpoint != "paper":
+            instead = ', "paper" (= a number for each stage), or None (= keep everything)'
+            check_whole("checkpoint", self.checkpoint, least=1, instead=instead, error=PlanError)
         self._check_placement()
         _check_row("cuts", self.cuts, "the first block of every stage but the first", "[2, 4]")
         if self.cuts is not None and len(self.cuts) != self.pipeline - 1:
@@ -62,6 +69,13 @@ class Plan:
         if self.pipeline_limit is None:
             return 2 * self.pipeline
         return self.pipeline if isinstance(self.pipeline_limit, str) else self.pipeline_limit
+
+    def keeps_every(self, stages: Sequence[range]) -> tuple[int | None, ...]:
+        """Return for each stage after how many blocks an output is kept; None: everything is."""
+        if self.checkpoint is None or isinstance(self.checkpoint, int):
+            return (self.checkpoint,) * len(stages)
+        all_blocks = sum(map(len, stages))
+        return tuple(checkpoint_every(len(blocks), all_blocks) for blocks in stages)
 
     def stages(self, costs: Sequence[float]) -> tuple[range, ...]:
         """Return the blocks of each stage.

@@ -47,11 +47,15 @@ class TieSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The blocks `first` to `last`, both included, of one stage."""
+    """The blocks `first` to `last`, both included, of one stage.
+
+    Of every `every` blocks only the last one's output is kept for the backward; None: everything.
+    """
 
     stage: int
     first: int
     last: int
+    every: int | None = None
 
 
 class Cause(enum.Enum):

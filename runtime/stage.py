@@ -17,6 +17,7 @@ All methods run on the device's compute thread, except where they say otherwise.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from myelin.models.seeds import op_seed, seeded
 from myelin.runtime.blackbox import BlackBox
 from myelin.runtime.messages import StageSpec
+from myelin.runtime.recompute import recomputed
 from myelin.runtime.strides import copied
 from myelin.transports.packing import map_tensors, tensors_of
 
@@ -85,6 +87,14 @@ class _Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """Consecutive blocks that run, and are recomputed, together."""
+
+    indices: list[int]
+    modules: list[nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
 class _Buffer:
     """A buffer and what it held before a run."""
 
@@ -127,6 +137,15 @@ class Stage:
         self._modules = {m: None for block in self.blocks.values() for m in block.modules()}
         self._resting = [module for module in self._modules if not module.training]
         self._training: bool | None = None  # the mode that the blocks were put into, if any
+        self._parts = self._in_parts(spec.every or len(self.blocks))
+
+    def _in_parts(self, size: int) -> list["_Part"]:
+        indices = list(self.blocks)
+        groups = [indices[start : start + size] for start in range(0, len(indices), size)]
+        return [
+            _Part(group, list(dict.fromkeys(m for i in group for m in self.blocks[i].modules())))
+            for group in groups
+        ]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by the names they have in `nn.Sequential(*all_blocks)`."""
@@ -169,16 +188,23 @@ class Stage:
         self._switch(training=True)
         self._remember_buffers()
         value = self._enter(value, wants_gradient)
+        for part in self._parts:
+            run = partial(self._run, part, step, microbatch)
+            value = run(value) if self.spec.every is None else recomputed(run, value, part.modules)
+        self._cursor.enter(None)
+        return value
+
+    def _run(self, part: "_Part", step: int, microbatch: int, value: Any) -> Any:
+        """Run some blocks in training mode."""
         tensors = tensors_of(value)
-        for index, block in self.blocks.items():
+        for index in part.indices:
             self._cursor.enter(index)
             makers = {id(tensor): tensor.grad_fn for tensor in tensors}
             with self._random(index, step, microbatch):
-                value = block(value)
+                value = self.blocks[index](value)
             outputs = tensors_of(value)
             self._cursor.watch(list(_made(outputs, makers)), index)
             tensors = outputs
-        self._cursor.enter(None)
         return value
 
     def _enter(self, value: Any, wants_gradient: Sequence[bool]) -> Any:

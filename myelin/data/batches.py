@@ -20,6 +20,7 @@ from myelin.data.shuffle import shuffled
 from myelin.data.tokens import TokenFile
 from myelin.data.vocabulary import Ids, Vocabulary
 from myelin.errors import DataError
+from myelin.models.checks import check_number, check_whole, shown
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, int64 [rows, context]; targets are the inputs one token later."""
@@ -33,6 +34,28 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="myeli
     seed: int
     epoch: int
     index: int
+
+
+def check_dealing(context: object, *, batch_size: object, validation: object, seed: object) -> None:
+    """Check what decides how tokens are dealt out, before there are any.
+
+    Raises:
+        DataError: an argument is of the wrong type or out of range.
+    """
+    if context is not None:
+        check_whole(
+            "context", context, least=1, instead=", or None for the model's", error=DataError
+        )
+    check_whole("batch_size", batch_size, least=1, error=DataError)
+    check_number("validation", validation, least=0, below=1, error=DataError)
+    if not isinstance(seed, int) or isinstance(seed, bool):  # of any size: it is only hashed
+        raise DataError(f"seed={shown(seed)}: use a whole number")
+
+
+def _longest_context(count: int, validation: float) -> int:
+    """Return the longest context that leaves a row on both sides; 0 if there is none."""
+    trained = min(count - round(count * validation), count // 2) if validation else count
+    return max(trained - 1, 0)
 
 
 class TextData:
@@ -71,11 +94,7 @@ class TextData:
             DataError: the corpus is too short, an argument is out of range, or `vocabulary` did
                 not make these tokens.
         """
-        if batch_size < 1 or not 0 <= validation < 1:
-            raise DataError(
-                f"batch_size={batch_size}, validation={validation}: batch_size must be at least 1 "
-                f"and validation at least 0 and below 1"
-            )
+        check_dealing(context, batch_size=batch_size, validation=validation, seed=seed)
         if tokens.header.vocabulary != vocabulary.fingerprint:
             raise DataError(
                 f"the tokens were made by the vocabulary {tokens.header.vocabulary!r}, not by "
@@ -113,21 +132,22 @@ class TextData:
             )
 
     def _cut(self, context: int) -> None:
+        check_whole("context", context, least=1, error=DataError)
         count, window = self._file.header.count, context + 1
-        if context < 1:
-            raise DataError(f"context={context}: a row needs at least one token")
+        most = _longest_context(count, self._validation)
+        shorter = f" or a context below {most + 1}" if most else ""
         if count < window:
             raise DataError(
                 f"the corpus has {count} tokens; one row of context={context} takes {window} "
-                f"with its last target: give more text or a context below {count}"
+                f"with its last target: give more text{shorter}"
             )
         held_out = max(round(count * self._validation), window) if self._validation else 0
         if count - held_out < window:
             raise DataError(
                 f"the corpus has {count} tokens; holding out {held_out} for "
                 f"validation={self._validation} leaves {count - held_out} to train on, and one row "
-                f"of context={context} takes {window} with its last target: give more text, a "
-                f"shorter context, or validation=0"
+                f"of context={context} takes {window} with its last target: give more text"
+                f"{shorter or ''}, or validation=0"
             )
         self._context, self._split = context, count - held_out
 

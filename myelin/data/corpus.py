@@ -11,13 +11,14 @@ import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from myelin.errors import DataError
+from myelin.models.checks import shortened, shown
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -39,6 +40,13 @@ class Selection:
 
     patterns: tuple[str, ...] = ("*",)
     skip: frozenset[str] = frozenset({"__pycache__", "site-packages", "dist-packages"})
+
+    def __post_init__(self) -> None:
+        for name, names in (("patterns", self.patterns), ("skip", self.skip)):
+            row = isinstance(names, Collection) and not isinstance(names, str | bytes)
+            if not row or not all(isinstance(each, str) for each in names):
+                example = f"({names!r},)" if isinstance(names, str) else '("*.txt", "*.md")'
+                raise DataError(f"{name}={shown(names)}: list names, such as {name}={example}")
 
     def takes_folder(self, name: str) -> bool:
         """Tell whether to look into a folder of this name."""
@@ -96,15 +104,19 @@ class CorpusReport:
     not_utf8: int = 0
     unreadable: int = 0
 
-    def summary(self) -> str:
-        """Say it in one line."""
+    def skipped(self) -> str:
+        """Say how many files were left out and why, or nothing if none was."""
         reasons = {
             "empty": self.empty,
             "binary": self.binary,
             "not UTF-8": self.not_utf8,
             "unreadable": self.unreadable,
         }
-        skipped = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+        return ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+
+    def summary(self) -> str:
+        """Say it in one line."""
+        skipped = self.skipped()
         taken = f"{self.files:,} file{'' if self.files == 1 else 's'}, {_size(self.bytes)} of text"
         return f"{taken}; skipped {skipped}" if skipped else taken
 
@@ -166,9 +178,15 @@ def find_corpus(
         exclude: a folder that never belongs to it, such as the tokens' own.
 
     Raises:
-        DataError: a path does not exist, or no text was found.
+        DataError: a path does not exist, a file that was named is no text, or none was found.
     """
-    roots = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(p) for p in paths]
+    roots = _roots(paths)
+    if select is not None and not isinstance(select, Selection):
+        raise DataError(
+            f"select={shown(select)}: use a Selection, such as "
+            f'myelin.data.Selection(patterns=("*.txt",))'
+        )
+    named = {os.path.realpath(root) for root in roots if not root.is_dir()}
     counts: Counter[_Verdict] = Counter()
 
     def lost(_: OSError) -> None:
@@ -184,6 +202,8 @@ def find_corpus(
         if verdict is _Verdict.TEXT:
             taken.append(path)
             size_bytes += file_bytes
+        elif os.path.realpath(path) in named:
+            raise DataError(f"{path} {_REASONS[verdict]}")
     report = CorpusReport(
         files=len(taken),
         bytes=size_bytes,
@@ -193,13 +213,30 @@ def find_corpus(
         unreadable=counts[_Verdict.UNREADABLE],
     )
     if not taken:
-        names = ", ".join(str(root) for root in roots) or "an empty list of paths"
+        names = shortened(", ".join(str(root) for root in roots)) or "an empty list of paths"
         wanted = "" if select is None else f" of {' '.join(select.patterns)}"
         raise DataError(
             f"no text{wanted} in {names}: {report.summary()}; "
             f"give a folder or files that hold UTF-8 text"
         )
     return Corpus(tuple(taken), report, digest.hexdigest())
+
+
+def _roots(paths: object) -> list[Path]:
+    """Return the paths that were given, one or several; all of them exist."""
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, Iterable) or isinstance(given, bytes):
+        raise DataError(f"{shown(given)} is no path; give that of a text file or a folder")
+    roots = list(given)
+    for root in roots:
+        if not isinstance(root, str | os.PathLike) or not str(root):
+            raise DataError(f"{shown(root)} is no path; give that of a text file or a folder")
+        if not os.path.exists(root):
+            raise DataError(
+                f"{shortened(str(root))} does not exist; give the path of a text file or a folder "
+                f"(a text itself must be in a file)"
+            )
+    return [Path(root) for root in roots]
 
 
 def _find(
@@ -209,8 +246,6 @@ def _find(
     lost: Callable[[OSError], None],
 ) -> Iterator[Path]:
     for root in roots:
-        if not os.path.exists(root):
-            raise DataError(f"{root} does not exist; give the path of a text file or a folder")
         if exclude is not None and os.path.realpath(root) == os.path.realpath(exclude):
             raise DataError(
                 f"{root} is the corpus and the cache at once; use a folder of its own for the cache"
@@ -253,6 +288,15 @@ class _Verdict(enum.Enum):
     BINARY = enum.auto()
     NOT_UTF8 = enum.auto()
     UNREADABLE = enum.auto()
+
+
+_REASONS = {
+    _Verdict.EMPTY: "is empty; name a file that holds text",
+    _Verdict.BINARY: "is no text but binary (it has a NUL byte); UTF-16 must be made UTF-8 first",
+    _Verdict.NOT_UTF8: "is not UTF-8; make it so first, such as with `iconv -t utf-8`",
+    _Verdict.UNREADABLE: "cannot be opened, or is no regular file",
+}
+"""What is wrong with a file that was named outright, and what to do."""
 
 
 class _Digest(Protocol):

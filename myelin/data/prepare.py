@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from myelin.data.batches import TextData
+from myelin.data.batches import TextData, check_dealing
 from myelin.data.corpus import Corpus, Selection, StrPath, find_corpus
 from myelin.data.tokens import TokenFile, unnamed_tokens, write_tokens
 from myelin.data.vocabulary import BpeVocabulary, ByteVocabulary, Vocabulary
 from myelin.errors import DataError
+from myelin.models.checks import check_whole, shortened, shown
 
 log = logging.getLogger(__name__)
+skipping = logging.getLogger("myelin.data.skipped")  # apart, for those who tell of it themselves
 
+_VOCABULARY = ("size", "fingerprint", "encode", "decode")  # what one of your own must have
 BPE_SIZE = 4096  # where nothing else is asked for
 
 
@@ -33,7 +36,8 @@ def text(
     """Make batches of the text in a file, a folder, or several of either.
 
     The text is read in the order of sorted names and held in a mapped file, not in memory. Files
-    that are empty, binary or not UTF-8 are left out and counted: see the `report` of the result.
+    of a folder that are empty, binary or not UTF-8 are left out, counted (see the `report` of the
+    result) and warned of in the log; a file that is named outright must be text.
     There is no token between two files but a line's end.
 
     Args:
@@ -50,11 +54,16 @@ def text(
         select: which files of a folder are text of the corpus, by default all but hidden ones.
 
     Raises:
-        DataError: a path does not exist, there is no text, or not enough for one row.
+        DataError: a path does not exist, there is no text, or not enough for one row; or an
+            argument is of the wrong type or out of range.
     """
-    folder = None if cache is None else _cache_folder(Path(cache))
+    check_dealing(context, batch_size=batch_size, validation=validation, seed=seed)
+    _check_vocabulary(vocabulary, vocabulary_size)
+    folder = None if cache is None else _cache_folder(cache)
     corpus = find_corpus(paths, select=select, exclude=folder)
     log.info("corpus: %s", corpus.report.summary())
+    if corpus.report.skipped():
+        skipping.warning("some files are no text and were left out: %s", corpus.report.summary())
     chosen = _vocabulary(vocabulary, vocabulary_size, corpus, folder)
     return TextData(
         _tokens(corpus, chosen, folder),
@@ -67,11 +76,34 @@ def text(
     )
 
 
-def _cache_folder(folder: Path) -> Path:
+def _check_vocabulary(vocabulary: object, size: object) -> None:
+    """Refuse what is no vocabulary before the corpus is read for it."""
+    if size is not None:
+        check_whole("vocabulary_size", size, least=1, instead=", or None", error=DataError)
+        if vocabulary != "bpe":
+            raise DataError(
+                f"vocabulary_size={size} is for vocabulary='bpe'; any other has a size of its own"
+            )
+    if isinstance(vocabulary, type) or (
+        vocabulary not in ("bytes", "bpe")
+        and not all(hasattr(vocabulary, name) for name in _VOCABULARY)
+    ):
+        raise DataError(
+            f"vocabulary={shown(vocabulary)}; use 'bytes', 'bpe', or an object with "
+            f"{', '.join(_VOCABULARY[:-1])} and {_VOCABULARY[-1]}"
+        )
+
+
+def _cache_folder(cache: StrPath) -> Path:
+    if not isinstance(cache, str | os.PathLike):
+        raise DataError(f"cache={shown(cache)}: give the path of a folder, or None")
+    folder = Path(cache)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"cache={folder} cannot be used as a folder: {error}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cache={shortened(str(folder))} cannot be used as a folder: {error}"
+        ) from error
     return folder
 
 
@@ -80,18 +112,7 @@ def _vocabulary(
 ) -> Vocabulary:
     if vocabulary == "bpe":
         return _bpe(BPE_SIZE if size is None else size, corpus, folder)
-    if size is not None:
-        raise DataError(
-            f"vocabulary_size={size} is for vocabulary='bpe'; any other has a size of its own"
-        )
-    if vocabulary == "bytes":
-        return ByteVocabulary()
-    if isinstance(vocabulary, str):
-        raise DataError(
-            f"vocabulary={vocabulary!r}; use 'bytes', 'bpe', or an object with size, fingerprint, "
-            f"encode and decode"
-        )
-    return vocabulary
+    return ByteVocabulary() if isinstance(vocabulary, str) else vocabulary
 
 
 def _bpe(size: int, corpus: Corpus, folder: Path | None) -> BpeVocabulary:

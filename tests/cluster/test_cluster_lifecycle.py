@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import enum
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -297,7 +298,7 @@ def test_leaving_starts_no_more_ops(gate: Gate, stream: str) -> None:
 # Bad use
 
 
-@pytest.mark.parametrize("workers", [-1, 1.5, "2", None])
+@pytest.mark.parametrize("workers", [-1, 1.5, "2", None, True])
 def test_a_number_of_workers_that_is_none_is_refused(workers: Any) -> None:
     with pytest.raises(ValueError, match=r"workers="):
         myelin.Cluster(workers)
@@ -311,6 +312,26 @@ def test_settings_that_cannot_be_are_refused_before_anything_starts(
 ) -> None:
     ((name, value),) = setting.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
+        myelin.Cluster(2, **setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"threads": "2"}, "threads='2': use a whole number of at least 1 and below 1025, or None"),
+        ({"threads": 1.5}, "threads=1.5"),
+        ({"threads": True}, "threads=True"),
+        ({"threads": 10**6}, f"threads=1000000: .*this machine has {os.cpu_count()} cores"),
+        ({"silence_s": "5"}, "silence_s='5': use a number of seconds above 0"),
+        ({"silence_s": float("nan")}, "silence_s=nan"),
+        ({"data_timeout_s": None}, "data_timeout_s=None"),
+        ({"jitter": 3}, r"jitter=3: use myelin\.Jitter\(\.\.\.\), or None"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused_before_anything_starts(
+    setting: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
         myelin.Cluster(2, **setting)
 
 

@@ -503,7 +503,7 @@ async def test_an_empty_graph_cannot_run(graph: myelin.Graph) -> None:
         await graph.run()
 
 
-@pytest.mark.parametrize("worker", [-1, 1.0, None])
+@pytest.mark.parametrize("worker", [-1, 1.0, None, True])
 async def test_a_worker_that_cannot_be_is_refused(graph: myelin.Graph, worker: Any) -> None:
     with pytest.raises(GraphError, match="workers are numbered 0, 1"):
         graph.op(ops.plus, 1, worker=worker)
@@ -514,15 +514,49 @@ async def test_a_stream_that_is_none_is_refused(graph: myelin.Graph) -> None:
         graph.op(ops.plus, 1, stream="cuda")
 
 
-@pytest.mark.parametrize("limit", [0, -3])
-async def test_a_limit_without_room_is_refused(cluster: myelin.Cluster, limit: int) -> None:
-    with pytest.raises(ValueError, match=f"limit={limit}"):
+@pytest.mark.parametrize("limit", [0, -3, "x", 1.5, True, None])
+async def test_a_limit_without_room_is_refused(cluster: myelin.Cluster, limit: Any) -> None:
+    with pytest.raises(GraphError, match=f"limit={limit!r}: use a whole number of at least 1"):
         cluster.graph(limit=limit)
 
 
 async def test_what_cannot_be_called_is_refused(graph: myelin.Graph) -> None:
     with pytest.raises(GraphError, match="'plus' cannot be called"):
         graph.op("plus")  # type: ignore[arg-type]
+
+
+async def sleeps() -> None: ...
+
+
+async def counts() -> AsyncIterator[int]:
+    yield 1
+
+
+class Waits:
+    async def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("function", [sleeps, counts, functools.partial(sleeps), Waits()])
+async def test_an_async_function_is_refused_as_an_op(graph: myelin.Graph, function: Any) -> None:
+    with pytest.raises(GraphError, match=r"is async, .*define it with plain `def`"):
+        graph.op(function)
+
+
+@pytest.mark.parametrize("name", [3, None, "", torch.ones(1)])
+async def test_an_input_without_a_name_is_refused(graph: myelin.Graph, name: Any) -> None:
+    with pytest.raises(GraphError, match=r"has no name: give one, such as graph\.input\(\"x\"\)"):
+        graph.input(name)
+
+
+async def test_what_is_kept_must_be_a_list_of_ops(graph: myelin.Graph) -> None:
+    op = graph.op(ops.plus, 1)
+    with pytest.raises(GraphError, match=r"keep is a list of ops: write keep=\[op\]"):
+        await graph.run(keep=op)  # type: ignore[arg-type]
+    wrong: Any
+    for wrong in ("op", 3, [3], [op, "op"]):
+        with pytest.raises(GraphError, match="list ops of this graph, such as"):
+            await graph.run(keep=wrong)
+    assert await (await graph.run(keep=[op]))[op] == 1
 
 
 UNNAMED: list[Any] = [lambda: 1, functools.partial(ops.plus, 1), torch.Tensor.add_, [].append]
@@ -534,8 +568,13 @@ UNNAMED: list[Any] = [lambda: 1, functools.partial(ops.plus, 1), torch.Tensor.ad
 async def test_what_worker_processes_cannot_import_is_refused(
     outside: myelin.Cluster, function: Any
 ) -> None:
-    with pytest.raises(GraphError, match=r"cannot be imported by a worker.*Cluster\(workers=0\)"):
+    with pytest.raises(
+        GraphError, match=r"cannot be imported by a worker.*Cluster\(workers=0\)"
+    ) as caught:
         outside.graph().op(function)
+    assert "define the op with `def` at the top level" in str(caught.value)
+    assert "factory" not in str(caught.value)
+    assert "Model" not in str(caught.value)
 
 
 async def test_inside_this_process_anything_can_be_called(inside: myelin.Cluster) -> None:

@@ -1,8 +1,10 @@
 import json
 import random
+import re
 import warnings
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -291,10 +293,46 @@ def test_a_row_needs_a_token(context: int) -> None:
         numbers(100, context=context)
 
 
-@pytest.mark.parametrize(("batch_size", "validation"), [(0, 0.1), (1, -0.1), (1, 1.0)])
-def test_arguments_out_of_range_are_refused(batch_size: int, validation: float) -> None:
-    with pytest.raises(DataError, match=f"batch_size={batch_size}, validation={validation}"):
-        numbers(100, batch_size=batch_size, validation=validation)
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"batch_size": 0}, "batch_size=0: use a whole number of at least 1"),
+        ({"batch_size": "4"}, "batch_size='4': use a whole number"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"validation": -0.1}, "validation=-0.1: use a number of at least 0 and below 1"),
+        ({"validation": 1.0}, "validation=1.0"),
+        ({"validation": "0.1"}, "validation='0.1'"),
+        ({"context": "8"}, "context='8': use a whole number of at least 1, or None for the model"),
+        ({"context": 8.0}, "context=8.0"),
+        ({"seed": "a"}, "seed='a': use a whole number"),
+        ({"seed": True}, "seed=True"),
+    ],
+)
+def test_arguments_of_a_wrong_type_or_out_of_range_are_refused(
+    arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(DataError, match=text):
+        numbers(100, **arguments)
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.05, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("count", [4, 5, 15, 100, 1001])
+def test_the_context_that_a_refusal_advises_is_the_longest_that_works(
+    count: int, validation: float
+) -> None:
+    data = numbers(count, context=None, validation=validation)
+    with pytest.raises(DataError, match=r"give more text") as caught:
+        data.bind(count)
+    advised = re.search(r"a context below (\d+)", str(caught.value))
+    if advised is None:
+        with pytest.raises(DataError):
+            data.bind(1)
+        return
+    with pytest.raises(DataError):
+        data.bind(int(advised[1]))
+    data.bind(int(advised[1]) - 1)
+    assert data.windows >= 1
 
 
 def test_the_model_chooses_the_context_where_none_was_given() -> None:

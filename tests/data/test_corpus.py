@@ -1,6 +1,7 @@
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -152,6 +153,66 @@ def test_a_missing_path_is_an_error_that_names_it(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": "a\n"})
     with pytest.raises(DataError, match=r"nowhere does not exist"):
         find_corpus([tmp_path, tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize("paths", [None, 3, b"a.txt", "", [None], [3], [b"b.txt"]])
+def test_what_is_no_path_is_refused(tmp_path: Path, paths: Any) -> None:
+    with pytest.raises(DataError, match="is no path; give that of a text file or a folder"):
+        find_corpus(paths)
+
+
+def test_a_text_in_the_place_of_a_path_is_not_repeated_at_length() -> None:
+    for given_text in ("the quick brown fox jumps over the lazy dog. " * 50, "a\nb\n" * 40, "a\0b"):
+        with pytest.raises(DataError, match="a text itself must be in a file") as caught:
+            find_corpus(given_text)
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "is empty; name a file that holds text"),
+        (b"\xef\xbb\xbf", "is empty"),
+        (b"a\0b", r"is no text but binary \(it has a NUL byte\)"),
+        (b"caf\xe9", "is not UTF-8; make it so"),
+    ],
+)
+def test_a_file_named_outright_must_be_text(
+    tmp_path: Path, content: str | bytes, reason: str
+) -> None:
+    write(tmp_path, {"good.txt": "good\n", "named": content})
+    assert whole_text(tmp_path) == "good\n"
+    for paths in ([tmp_path / "named"], [tmp_path / "good.txt", tmp_path / "named"]):
+        with pytest.raises(DataError, match=f"named {reason}"):
+            find_corpus(paths)
+    with pytest.raises(DataError, match=f"named {reason}"):
+        find_corpus([tmp_path, tmp_path / "named"])  # found in its folder first
+
+
+def test_a_pipe_named_outright_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe cannot be opened, or is no regular file"):
+        find_corpus(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("select", ["*.txt", ("*.txt",), 3])
+def test_what_is_no_selection_is_refused(tmp_path: Path, select: Any) -> None:
+    with pytest.raises(DataError, match=r'use a Selection, such as .*patterns=\("\*\.txt",\)'):
+        find_corpus(tmp_path, select=select)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"patterns": "*.txt"}, r"patterns='\*\.txt': .*patterns=\('\*\.txt',\)"),
+        ({"patterns": (1,)}, r"patterns=\(1,\): list names"),
+        ({"patterns": None}, "patterns=None"),
+        ({"skip": "tests"}, r"skip='tests': .*skip=\('tests',\)"),
+    ],
+)
+def test_a_selection_lists_names(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        Selection(**arguments)
 
 
 def test_a_corpus_without_text_is_an_error_that_says_what_was_found(tmp_path: Path) -> None:

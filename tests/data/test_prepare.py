@@ -1,5 +1,8 @@
 import logging
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,7 +156,7 @@ def test_damaged_tokens_are_made_anew_and_it_is_said(
     assert "made anew" in caplog.text
     caplog.clear()
     assert first_rows(text(folder, context=8, cache=tmp_path / "cache")) == expected
-    assert not caplog.records
+    assert "made anew" not in caplog.text
 
 
 def test_a_cache_inside_the_corpus_is_no_part_of_it(folder: Path) -> None:
@@ -218,6 +221,54 @@ def test_a_vocabulary_of_ones_own_is_used(folder: Path, tmp_path: Path) -> None:
 def test_an_unknown_vocabulary_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"vocabulary='words'; use 'bytes', 'bpe'"):
         text(folder, vocabulary="words")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"select": "*.txt"}, r"select='\*\.txt': use a Selection"),
+        ({"batch_size": "4"}, "batch_size='4': use a whole number of at least 1"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"context": "8"}, "context='8': use a whole number"),
+        ({"context": 8.0}, "context=8.0"),
+        ({"validation": "a"}, "validation='a': use a number"),
+        ({"seed": "a"}, "seed='a': use a whole number"),
+        ({"vocabulary": None}, "vocabulary=None; use 'bytes', 'bpe', or an object with size"),
+        ({"vocabulary": ByteVocabulary}, "vocabulary=<class .*; use 'bytes'"),
+        ({"vocabulary_size": "300"}, "vocabulary_size='300': use a whole number"),
+        ({"vocabulary": "bpe", "vocabulary_size": 300.0}, "vocabulary_size=300.0"),
+        ({"cache": 3}, "cache=3: give the path of a folder, or None"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_before_anything_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setattr("myelin.data.corpus._judge", None)  # calling it would raise a TypeError
+    with pytest.raises(DataError, match=text):
+        myelin.data.text(folder, **arguments)
+
+
+def test_files_that_were_left_out_are_warned_of_once_with_counts_by_reason(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text(folder, context=16)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "2 files, " in record.getMessage()
+    assert record.getMessage().endswith("skipped 1 empty, 1 binary")
+    caplog.clear()
+    text(folder / "a.txt", context=16)
+    assert not caplog.records
+
+
+@pytest.mark.slow
+def test_a_script_without_any_logging_shows_what_was_left_out(folder: Path) -> None:
+    script = f"import myelin.data; myelin.data.text({str(folder)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert len(done.stderr.splitlines()) == 1
+    assert "skipped 1 empty, 1 binary" in done.stderr
 
 
 def test_a_size_for_a_vocabulary_that_has_its_own_is_refused(folder: Path) -> None:

@@ -180,6 +180,53 @@ def test_a_function_of_a_running_script_gets_a_path_that_workers_can_import(
     assert "interactive session" in run("-c", MAIN)
 
 
+def test_a_function_of_a_script_without_a_file_of_its_own_is_refused(tmp_path: Path) -> None:
+    def told(*arguments: str | Path, script: str = "") -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.stderr.strip().splitlines()[-1]
+
+    (tmp_path / "script").write_text(MAIN)
+    advice = "which cannot be imported by a worker: it must be in a file with a name such as"
+    for text in (told(script=MAIN), told("-", script=MAIN), told("-c", MAIN), told("script")):
+        assert advice in text
+    assert "build was defined in a script that was read from standard input" in told(script=MAIN)
+    assert "whose name does not end with .py" in told("script")
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import os\n\nraise OSError('no such disk')\n", 3),
+        ("import fractions\nfractions.Fraction('x')\n", 2),  # raised by Python's own code
+        ("import torch\n\n\ntorch.nn.Linear('x', 1)\n", 4),  # raised by a library
+        ("def build(:\n", 1),
+        ("def f():\n    raise SystemExit(1)\nf()\n", 2),
+    ],
+)
+def test_an_error_while_importing_names_the_line_of_the_users_own_code(
+    tmp_path: Path, source: str, line: int
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(ModelError) as caught:
+        find(f"{path}:build")
+    assert f"({path}:{line}); the module must" in str(caught.value)
+
+
+def test_what_does_not_exist_has_no_line() -> None:
+    for factory in ("no.such.module:build", "/no/such/file.py:build"):
+        with pytest.raises(ModelError) as caught:
+            find(factory)
+        assert "importlib" not in str(caught.value)
+
+
 def test_a_script_run_by_name_still_has_its_main_part(script: Path) -> None:
     sys.path.append(str(script.parent))
     with pytest.raises(SystemExit, match="ran as main"):

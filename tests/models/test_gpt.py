@@ -162,7 +162,19 @@ def test_heads_that_do_not_divide_the_width_are_refused_with_some_that_do() -> N
         GPT(1, 12, 5, 11, 8)
 
 
-@pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan"), "0.1"])
+@pytest.mark.parametrize("tied", ["no", 0, 1, None])
+def test_tied_is_true_or_false(tied: Any) -> None:
+    with pytest.raises(ModelError, match=f"tied={tied!r}: use True or False"):
+        GPT(1, 12, 3, 11, 8, tied=tied)
+
+
+@pytest.mark.parametrize("size", ["12B", 12, None, ["12b"]])
+def test_a_size_that_the_paper_does_not_have_is_refused(size: Any) -> None:
+    with pytest.raises(ModelError, match="in the paper: use one of 12b, 24b, 50b, 100b"):
+        GPT.paper(size)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan"), "0.1", False, None])
 def test_dropout_must_be_a_chance_below_one(dropout: Any) -> None:
     with pytest.raises(ModelError, match="dropout"):
         GPT(1, 12, 3, 11, 8, dropout=dropout)

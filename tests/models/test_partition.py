@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myelin.errors import PlanError
-from myelin.models.partition import cut, cut_at
+from myelin.models.partition import checkpoint_every, cut, cut_at
 
 COSTS = st.one_of(
     st.integers(0, 5).map(float),
@@ -111,3 +111,13 @@ def test_cuts_by_hand_that_leave_a_stage_empty_are_refused(cuts: list[int]) -> N
 def test_no_blocks_cannot_be_cut_by_hand() -> None:
     with pytest.raises(PlanError, match="for 0 blocks"):
         cut_at([], 0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "all_blocks", "every"),
+    [(8, 48, 8), (12, 48, 6), (24, 48, 6), (48, 48, 6), (12, 96, 12), (13, 48, 1), (1, 9, 1)],
+)
+def test_the_papers_rule_takes_the_divisor_nearest_to_the_root(
+    blocks: int, all_blocks: int, every: int
+) -> None:
+    assert checkpoint_every(blocks, all_blocks) == every

@@ -249,6 +249,77 @@ def test_negative_settings_of_adamw_are_refused(bad: dict[str, float]) -> None:
         AdamW(**bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"lr": True}, "lr=True: use a plain number"),
+        ({"lr": "1e-3"}, "lr='1e-3': use a plain number"),
+        ({"lr": torch.tensor(1e-3)}, r"lr=tensor\(0\.0010\): use a plain number"),
+        ({"lr": None}, "lr=None: use a plain number"),
+        ({"lr": math.inf}, "lr must be finite"),
+        ({"lr": 10**400}, "lr=1000.*: use a plain number"),
+        ({"weight_decay": "x"}, "weight_decay='x': use a plain number"),
+        ({"max_norm": "x"}, "max_norm='x': use a plain number, or None"),
+        ({"schedule": "cosine"}, r"schedule='cosine': use a schedule, .*Schedule\("),
+        ({"groups": Group("*")}, r"groups=Group\(.*: use a tuple of groups"),
+        ({"groups": ("*.bias",)}, r"groups=\('\*\.bias',\): use a tuple of groups"),
+    ],
+)
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_settings_of_a_wrong_type_are_refused_with_what_to_use(
+    kind: type[AdamW] | type[SGD], bad: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        kind(**bad)
+
+
+@pytest.mark.parametrize("bad", [{"eps": "x"}, {"eps": None}, {"eps": False}])
+def test_eps_must_be_a_number(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"eps=.*: use a plain number"):
+        AdamW(**bad)
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.9, 0.9), "ab", (0.9, "x"), None])
+def test_betas_must_be_two_numbers(betas: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"betas=.*: use two plain numbers, such as \(0\.9, 0\.95\)"
+    ):
+        AdamW(betas=betas)
+
+
+def test_a_momentum_must_be_a_number() -> None:
+    with pytest.raises(ValueError, match=r"momentum='0\.9': use a plain number"):
+        SGD(momentum="0.9")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"names": 3}, "names=3: use a text"),
+        ({"names": "*", "weight_decay": "0"}, "weight_decay='0': use a plain number, or None"),
+        ({"names": "*", "lr_scale": None}, "lr_scale=None: use a plain number"),
+    ],
+)
+def test_a_group_of_a_wrong_type_is_refused(bad: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Group(**bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"warmup": 1.5}, "warmup=1.5: use a whole number"),
+        ({"warmup": "3"}, "warmup='3': use a whole number"),
+        ({"steps": "9"}, "steps='9': use a whole number, or None"),
+        ({"floor": "x"}, "floor='x': use a plain number"),
+        ({"shape": 3}, 'shape=3: use "constant", "linear" or "cosine"'),
+    ],
+)
+def test_a_schedule_of_a_wrong_type_is_refused(bad: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Schedule(**bad)
+
+
 @pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, float("nan"))])
 def test_betas_outside_their_range_are_refused(betas: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="each must be at least 0 and below 1"):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from myelin.runtime.messages import StageSpec
 from myelin.runtime.stage import Cursor, Stage, may_draw
@@ -23,8 +24,10 @@ class Recorder(Cursor):
         self.entered.append(block)
 
 
-def stage_of(*blocks: nn.Module, stage: int = 1, cursor: Cursor | None = None) -> Stage:
-    spec = StageSpec(stage, 0, len(blocks) - 1)
+def stage_of(
+    *blocks: nn.Module, stage: int = 1, cursor: Cursor | None = None, every: int | None = None
+) -> Stage:
+    spec = StageSpec(stage, 0, len(blocks) - 1, every)
     return Stage(spec, dict(enumerate(blocks)), seed=0, cursor=cursor or Cursor())
 
 
@@ -259,3 +262,84 @@ def test_a_block_may_draw_unless_it_is_known_not_to(
     make: Callable[[], nn.Module], expected: bool
 ) -> None:
     assert may_draw(make()) is expected
+
+
+# Recomputing
+
+
+class Remembering(nn.Module):
+    """Multiplies with a weight and remembers where in memory its results were."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+        self.register_buffer("calls", torch.zeros(()))
+        self.returned: list[StorageWeakRef] = []
+        self.runs = 0
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        self.runs += 1
+        self.calls += 1
+        y_BD = x_BD * self.weight
+        self.returned.append(StorageWeakRef(y_BD.untyped_storage()))  # type: ignore[no-untyped-call]
+        return y_BD
+
+
+@pytest.mark.parametrize(
+    ("every", "kept", "runs"),
+    [
+        (None, [True, True, True, True], [1, 1, 1, 1]),
+        (1, [True, True, True, True], [2, 2, 2, 2]),
+        (2, [False, True, False, True], [2, 2, 2, 2]),
+        (3, [False, False, True, True], [2, 2, 2, 2]),
+        (9, [False, False, False, True], [2, 2, 2, 2]),
+    ],
+)
+def test_only_the_outputs_of_every_so_many_blocks_are_kept(
+    every: int | None, kept: list[bool], runs: list[int]
+) -> None:
+    blocks = [Remembering() for _ in range(4)]
+    stage = stage_of(*blocks, every=every)
+    output = forward(stage, torch.ones(2, 3), [True])
+    alive = [not block.returned[0].expired() for block in blocks]  # type: ignore[no-untyped-call]
+    assert alive == kept
+    (gradient,) = stage.backward(0, [torch.ones_like(output)])
+    assert torch.equal(gradient, torch.full((2, 3), 16.0))  # type: ignore[arg-type]
+    assert [block.runs for block in blocks] == runs
+    assert [block.calls.item() for block in blocks] == [1, 1, 1, 1]  # the second run does not count
+
+
+def test_an_error_while_recomputing_names_its_block() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.runs = 0
+
+        def forward(self, x_BD: Tensor) -> Tensor:
+            self.runs += 1
+            if self.runs > 1:
+                raise RuntimeError("planted")
+            return x_BD * 2.0
+
+    cursor = Cursor()
+    stage = stage_of(Remembering(), Once(), Remembering(), cursor=cursor, every=3)
+    output = forward(stage, torch.ones(2, 3), [True])
+    with pytest.raises(RuntimeError, match="planted"):
+        stage.backward(0, [torch.ones_like(output)])
+    assert cursor.block == 1
+
+
+def test_microbatches_in_flight_are_recomputed_each_for_itself() -> None:
+    stage = stage_of(Remembering(), Shift(), Remembering(), every=2)
+    inputs = [torch.full((1, 3), float(number)) for number in range(4)]
+    outputs = [forward(stage, value, [True], number) for number, value in enumerate(inputs)]
+    for number in range(4):
+        stage.backward(number, [torch.ones_like(outputs[number])])
+    plain = [torch.full((3,), 2.0, requires_grad=True) for _ in range(2)]
+    for value in inputs:
+        ((value * plain[0] + 1) * plain[1]).sum().backward()  # type: ignore[no-untyped-call]
+    for index, expected in zip((0, 2), plain, strict=True):
+        weight = stage.blocks[index].weight
+        assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]

@@ -121,6 +121,18 @@ async def test_dropout_draws_the_same_wherever_a_block_runs(pipeline: int) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize("every", [1, 2, 5, "paper"])
+async def test_dropout_is_the_same_when_blocks_are_recomputed(
+    every: int | str, pipeline: int
+) -> None:
+    plan = Plan(pipeline=pipeline, microbatches=5, checkpoint=every)
+    async with Cluster(workers=0, threads=1, jitter=shaken(pipeline)) as cluster:
+        outcome = await trained(cluster, DROPPING, plan)
+    assert outcome.differences(plain(DROPPING, ADAMW, 5)) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [2, 4])
 @pytest.mark.parametrize("gpt", [TIED, UNTIED], ids=["tied", "untied"])
 async def test_plain_gradient_descent_without_clipping_equals_the_plain_loop(

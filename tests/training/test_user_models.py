@@ -132,6 +132,16 @@ async def test_a_users_model_may_have_a_stage_for_every_block(model: Model, make
         await assert_equal_to_the_plain_loop(cluster, model, make, plan)
 
 
+@EACH
+@pytest.mark.parametrize(("pipeline", "every"), [(1, 1), (1, 2), (1, "paper"), (2, 2), (3, 1)])
+async def test_recomputing_a_users_model_changes_no_bit(
+    model: Model, make: Make, pipeline: int, every: int | str
+) -> None:
+    async with Cluster(workers=0, threads=1) as cluster:
+        plan = Plan(pipeline=pipeline, microbatches=3, checkpoint=every)
+        await assert_equal_to_the_plain_loop(cluster, model, make, plan)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 async def test_users_models_equal_the_plain_loop_in_processes() -> None:
