@@ -49,7 +49,7 @@ def check_whole(
         return
     bounds = f"of at least {least}"
     if below is not None:
-        bounds += f" and below {_power(below)}"
+        bounds += f" and below {bound_text(below)}"
     raise error(f"{name}={shown(value)}: use a whole number {bounds}{instead}")
 
 
@@ -90,7 +90,9 @@ def check_number(
     ):
         return
     bounds = {"of at least": least, "above": above, "below": below}
-    said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+    said = " and ".join(
+        f"{word} {bound_text(bound)}" for word, bound in bounds.items() if bound is not None
+    )
     raise error(f"{name}={shown(value)}: use {what} {said}".rstrip())
 
 
@@ -100,8 +102,9 @@ def check_flag(name: str, value: object, *, error: Callable[[str], Exception] = 
         raise error(f"{name}={shown(value)}: use True or False")
 
 
-def _power(bound: int) -> str:
-    """Write a large power of two as people do."""
-    return (
-        f"2**{bound.bit_length() - 1}" if bound > 2**20 and bound & (bound - 1) == 0 else str(bound)
-    )
+def bound_text(bound: float) -> str:
+    """Write a bound as people do, a large power of two as such."""
+    whole = int(bound)
+    if whole == bound and whole > 2**20 and whole & (whole - 1) == 0:
+        return f"2**{whole.bit_length() - 1}"
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)

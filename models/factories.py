@@ -22,8 +22,8 @@ _FILE_MODULE = "myelin_file_"
 _HERE = Path(__file__).parent
 _IMPORTING = threading.RLock()
 _MODEL = (
-    "define the factory with `def` at the top level of a module or of a script's file, and pass its "
-    "settings as arguments of Model(...)"
+    "define the factory with `def` at the top level of a module or of a script's file, and pass "
+    "its settings as arguments of Model(...)"
 )
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
@@ -141,8 +141,8 @@ def _import(place: str, factory: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"{factory!r}: importing {place} raised {type(error).__name__}: {error}"
-            f"{place_of(error)}; the module must be importable in every worker, and a script must do its work under "
-            '`if __name__ == "__main__":`'
+            f"{place_of(error)}; the module must be importable in every worker, and a script must "
+            'do its work under `if __name__ == "__main__":`'
         ) from error
 
 

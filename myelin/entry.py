@@ -21,30 +21,31 @@ def run(main: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         RuntimeError: a loop is running in this thread already.
         TypeError: `main` is no async function, or was called already.
     """
-    name = _checked_name(main)
+    name = getattr(main, "__name__", "main")
+    given = f"{name}()" if _closed(main) else name
     if _is_running():
         raise RuntimeError(
             f"an event loop is running here already, as in a notebook or in `python -m asyncio`: "
-            f"write `await {name}()` instead of `myelin.run({name})`"
+            f"write `await {name}()` instead of `myelin.run({given})`"
         )
+    if given != name:
+        raise TypeError(
+            f"myelin.run was given {given}, which is a coroutine: pass the function itself, "
+            f"`myelin.run({name})`; arguments go in with "
+            f"`myelin.run(functools.partial({name}, ...))`"
+        )
+    if not callable(main):
+        raise TypeError(f"myelin.run was given {shown(main)}: pass an `async def` function")
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_called(main, name))
 
 
-def _checked_name(main: object) -> str:
-    """Return what `main` is called; a coroutine is closed, so that nothing warns of it later."""
-    if inspect.iscoroutine(main):
-        main.close()
-        name = main.__name__
-        raise TypeError(
-            f"myelin.run was given {name}(), which is a coroutine: pass the function itself, "
-            f"`myelin.run({name})`; arguments go in with "
-            f"`myelin.run(functools.partial({name}, ...))`"
-        )
-    name = getattr(main, "__name__", "main")
-    if not callable(main):
-        raise TypeError(f"myelin.run was given {shown(main)}: pass an `async def` function")
-    return name
+def _closed(main: object) -> bool:
+    """Tell whether it is a coroutine, and close it, so that nothing warns of it later."""
+    if not inspect.iscoroutine(main):
+        return False
+    main.close()
+    return True
 
 
 def _called(

@@ -393,8 +393,9 @@ def _check_kept(keep: object) -> None:
     """Refuse what is no list of ops, an op by itself above all."""
     if isinstance(keep, CallOp):
         raise GraphError("keep is a list of ops: write keep=[op]")
-    row = keep is None or isinstance(keep, Collection)
-    if not row or any(not isinstance(op, CallOp) for op in keep or ()):
+    if keep is None:
+        return
+    if not isinstance(keep, Collection) or not all(isinstance(op, CallOp) for op in keep):
         raise GraphError(f"keep={shown(keep)}: list ops of this graph, such as keep=[op]")
 
 

@@ -53,7 +53,7 @@ class Plan:
         _check_row("cuts", self.cuts, "the first block of every stage but the first", "[2, 4]")
         if self.cuts is not None and len(self.cuts) != self.pipeline - 1:
             raise PlanError(
-                f"cuts={list(self.cuts)} make {len(self.cuts) + 1} stages, and "
+                f"cuts={list(self.cuts)} make {_stages(len(self.cuts) + 1)}, and "
                 f"pipeline={self.pipeline}: "
                 f"name the first block of every stage but the first, {self.pipeline - 1} in all"
             )
@@ -101,12 +101,16 @@ class Plan:
         placement = list(self.placement)
         if len(placement) != self.pipeline:
             raise PlanError(
-                f"placement={placement} places {len(placement)} stages, and "
+                f"placement={placement} places {_stages(len(placement))}, and "
                 f"pipeline={self.pipeline}: "
                 f"name one worker for each stage"
             )
         if set(placement) != set(range(len(set(placement)))):
             raise PlanError(f"placement={placement}: workers are numbered from 0 without gaps")
+
+
+def _stages(count: int) -> str:
+    return f"{count} stage{'s' * (count != 1)}"
 
 
 def checked_plan(plan: object) -> Plan:

@@ -1,5 +1,6 @@
 """Draws the loss curve of a run as a PNG, without a display."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,9 @@ _GREY: Final = "#7d7d7d"
 _LINES: Final = "#e4e4e4"
 _DPI: Final = 160
 _SMOOTHED: Final = 1 / 40  # of the steps: half the width over which the training loss is averaged
+_AREA: Final = (0.085, 0.115, 0.845, 0.70)  # left, bottom, width and height of the axes
+_ROOM: Final = 0.01  # of the figure's width, left of everything
+_FLATTEST: Final = 0.01  # the least range of losses that is shown: less would be noise
 _MARKED: Final = 40  # more validations than this are drawn as a line without marks
 
 
@@ -32,6 +36,8 @@ def draw_losses(
 ) -> None:
     """Draw the loss of every step, its smoothed course, and the validations.
 
+    What comes after the first loss that is no number is left out, and the picture says so.
+
     Args:
         path: where the PNG goes.
         losses: one for each step, at least one.
@@ -40,16 +46,36 @@ def draw_losses(
         subtitle: the second line, smaller.
         unit: of the losses, such as "nats per byte".
     """
+    figure = figure_of(losses, validations, unit=unit)
+    left = figure.axes[0].get_position().x0
+    figure.text(left, 0.935, title, fontsize=13, color=_INK, fontweight="bold", parse_math=False)
+    figure.text(left, 0.885, subtitle, fontsize=9, color=_GREY, parse_math=False)
+    figure.savefig(path, dpi=_DPI)
+
+
+def figure_of(
+    losses: Sequence[float], validations: Sequence[tuple[int, float]], *, unit: str
+) -> Figure:
+    """Return the picture without its title; see `draw_losses`."""
     figure = Figure(figsize=(8, 4.8), facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.085, 0.115, 0.845, 0.74))
-    _draw_training(axes, losses)
-    if validations:
-        _draw_validation(axes, validations)
+    axes = figure.add_axes(_AREA)
+    before = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    measured = [(step, loss) for step, loss in validations if math.isfinite(loss)]
+    if before:
+        _draw_training(axes, losses[:before])
+    if measured:
+        _draw_validation(axes, measured)
     _dress(axes, len(losses), unit)
-    figure.text(0.085, 0.935, title, fontsize=13, color=_INK, fontweight="bold", parse_math=False)
-    figure.text(0.085, 0.885, subtitle, fontsize=9, color=_GREY, parse_math=False)
-    figure.savefig(path, dpi=_DPI)
+    if before < len(losses):
+        _say_diverged(axes, before + 1, losses[before])
+    if before or measured:
+        _show_range(axes)
+        _add_legend(axes)
+    else:
+        axes.set_yticks([])
+    _make_room(axes, figure)
+    return figure
 
 
 def smoothed(losses: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -123,4 +149,48 @@ def _dress(axes: Axes, steps: int, unit: str) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(_LINES)
-    axes.legend(frameon=False, labelcolor=_INK, loc="upper right")
+
+
+def _say_diverged(axes: Axes, step: int, loss: float) -> None:
+    axes.text(
+        0.5,
+        0.5,
+        f"diverged: the loss of step {step:,} is {loss}",
+        transform=axes.transAxes,
+        ha="center",
+        va="center",
+        color=_INK,
+        fontsize=11,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+        zorder=5,
+    )
+
+
+def _show_range(axes: Axes) -> None:
+    """Show no narrower range than makes sense, so that the ticks need few digits."""
+    low, high = axes.get_ylim()
+    missing = (_FLATTEST - (high - low)) / 2
+    if missing > 0:
+        axes.set_ylim(low - missing, high + missing)
+    axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _add_legend(axes: Axes) -> None:
+    """Put it above the axes, where it covers no curve."""
+    axes.legend(
+        frameon=False,
+        labelcolor=_INK,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderaxespad=0.2,
+        ncols=3,
+    )
+
+
+def _make_room(axes: Axes, figure: Figure) -> None:
+    """Move the left edge as far as the labels of the ticks need it."""
+    box = axes.get_tightbbox()
+    left, bottom, width, height = _AREA
+    missing = _ROOM - (left if box is None else box.x0 / figure.bbox.width)
+    if missing > 0:
+        axes.set_position((left + missing, bottom, width - missing, height))

@@ -5,13 +5,14 @@ ended by Ctrl-C; 143 ended by SIGTERM.
 """
 
 import argparse
+import difflib
 import io
 import shutil
 import sys
 from collections.abc import Sequence
 
 import myelin
-from myelin.command.options import add_options, options_of
+from myelin.command.options import add_options, flag_name, options_of
 from myelin.command.settings import TrainSettings
 from myelin.command.train import train_and_report
 from myelin.errors import MyelinError
@@ -34,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # text of any corpus is shown on any terminal
-    arguments = vars(_parser().parse_args(argv))
+    parser, train = _parsers()
+    known, unknown = parser.parse_known_args(argv)
+    arguments = vars(known)
+    if unknown:
+        train.error(_unknown(unknown[0]))
     try:
         settings = settings_of(arguments)
         return train_and_report(settings)
@@ -57,7 +62,19 @@ def settings_of(arguments: dict[str, object]) -> TrainSettings:
     return TrainSettings(**known)  # type: ignore[arg-type]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _unknown(typed: str) -> str:
+    """Say what is wrong with something that argparse has left over."""
+    if not typed.startswith("-"):
+        return f"{typed}: give all paths one after the other, before the options"
+    name, _, _ = typed.partition("=")
+    flags = [flag_name(each) for each, of in options_of(TrainSettings).items() if not of.positional]
+    near = difflib.get_close_matches(name, flags, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "see myelin train --help"
+    return f"there is no option {name}; {remedy}"
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of the whole command, and of `train`."""
     parser = argparse.ArgumentParser(
         prog="myelin", description="Train transformers with message-driven pipelines."
     )
@@ -73,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_options(train, TrainSettings)
-    return parser
+    return parser, train
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -35,6 +35,7 @@ class Status:
         steps: steps done.
         loss: smoothed, or None before the first step.
         validation: the last one, or None.
+        validated: the steps done when it was measured, or None.
         tokens_per_s: tokens trained on per second.
         busy: for each worker the share of the time during which it computed.
         elapsed_s: since the training began.
@@ -50,6 +51,7 @@ class Status:
     elapsed_s: float
     left_s: float | None
     share: float
+    validated: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Meter:
         self._steps, self._since_s = 0, 0.0
         self._loss: float | None = None
         self._validation: float | None = None
+        self._validated: int | None = None
 
     def step(self, result: StepResult, at_s: float) -> None:
         """Take in a step that ended at `at_s`."""
@@ -88,7 +91,7 @@ class Meter:
 
     def validated(self, loss: float, at_s: float) -> None:
         """Take in a validation that ended at `at_s`; it began when the last step ended."""
-        self._validation = loss
+        self._validation, self._validated = loss, self._steps
         self._since_s = at_s
 
     def status(self, at_s: float) -> Status:
@@ -105,6 +108,7 @@ class Meter:
             elapsed_s=at_s,
             left_s=left_s,
             share=share,
+            validated=self._validated,
         )
 
     def _left(self, at_s: float, step_s: float | None) -> tuple[float | None, float]:

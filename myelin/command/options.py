@@ -7,10 +7,12 @@ into argparse options, `check_ranges` checks values wherever they come from.
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from myelin.errors import MyelinError
+from myelin.models.checks import bound_text
 
 Value = TypeVar("Value")
 
@@ -48,8 +50,8 @@ class Option:
     def allowed(self) -> str:
         """Say which numbers are allowed."""
         kind = "a whole number" if self.parse is int else "a number"
-        bounds = {"at least": self.at_least, "above": self.above, "below": self.below}
-        said = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None]
+        bounds = {"of at least": self.at_least, "above": self.above, "below": self.below}
+        said = [f"{word} {bound_text(b)}" for word, b in bounds.items() if b is not None]
         return " ".join([kind, " and ".join(said)]) if said else kind
 
     def allows(self, number: float) -> bool:
@@ -146,6 +148,22 @@ def _check_number(name: str, declared: Option, value: object) -> None:
     number = value if isinstance(value, kinds) and not isinstance(value, bool) else None
     if number is None or not declared.allows(number):
         raise SettingsError(f"{flag_name(name)} {value}: use {declared.allowed()}")
+
+
+def in_options(text: str, names: Mapping[str, str]) -> str:
+    """Say in options what an error says in Python: `placement=[0, 2]` is `--placement 0,2`.
+
+    Args:
+        text: the error's text.
+        names: for each argument that is an option, the name of its field.
+    """
+    text = text.replace("or None (= twice the stages)", "or leave it out")
+
+    def option_of(found: re.Match[str]) -> str:
+        typed = found[2].strip("[]'").replace(", ", ",")
+        return f"{flag_name(names[found[1]])} {typed}"
+
+    return re.sub(rf"\b({'|'.join(names)})=(\[[^]]*\]|'[^']*'|[^\s,;:)]+)", option_of, text)
 
 
 def whole_numbers(typed: str) -> tuple[int, ...]:

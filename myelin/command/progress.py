@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Protocol, TextIO
 
@@ -74,6 +75,7 @@ class LineProgress:
     ) -> None:
         self._file, self._every_s, self._clock = file, every_s, clock
         self._shown_s: float | None = None
+        self._told: int | None = None  # the step whose validation has been printed
 
     def __enter__(self) -> "LineProgress":
         return self
@@ -99,10 +101,17 @@ class LineProgress:
         now = self._clock()
         if self._shown_s is None or now - self._shown_s >= self._every_s:
             self._shown_s = now
-            self.say(line(status()))
+            self._print(status())
 
     def last(self, status: Status) -> None:
         """Print a line."""
+        self._print(status)
+
+    def _print(self, status: Status) -> None:
+        """Print a line; a validation stands only in the first one after it was measured."""
+        if status.validated == self._told:
+            status = replace(status, validation=None)
+        self._told = status.validated
         self.say(line(status))
 
 
@@ -162,9 +171,10 @@ def line(status: Status) -> str:
     """Say everything in one line of plain text."""
     parts = [f"step {status.steps:>5,}", f"loss {_loss(status.loss)}"]
     if status.validation is not None:
-        parts.append(f"validation {_loss(status.validation)}")
+        of_step = "" if status.validated is None else f" (step {status.validated:,})"
+        parts.append(f"validation {_loss(status.validation)}{of_step}")
     parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
-    parts.append(f"busy {' '.join(f'{share:.0%}' for share in status.busy.values())}")
+    parts.append(" ".join(["busy", *(f"w{w} {share:.0%}" for w, share in status.busy.items())]))
     parts.append(f"{clock(status.elapsed_s)} gone")
     if status.left_s is not None:
         parts.append(f"{clock(status.left_s)} left")

@@ -101,8 +101,9 @@ def describe_model(settings: TrainSettings, data: TextData) -> str:
     parameters = settings.model(data.vocab_size).parameters
     used = len(set(settings.plan.workers))
     where = f"on {used} worker{'s' * (used > 1)}" if settings.workers else "in this process"
+    layers = f"{settings.layers} layer{'s' * (settings.layers > 1)} of {settings.hidden}"
     return (
-        f"{_short(parameters)} parameters ({settings.layers} layers of {settings.hidden}), "
+        f"{_short(parameters)} parameters ({layers}), "
         f"{settings.pipeline} stage{'s' * (settings.pipeline > 1)} {where}"
     )
 

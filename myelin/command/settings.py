@@ -4,7 +4,10 @@ Every field is also an option of the command. What is None is decided by `resolv
 settings and the machine. Nothing here starts anything.
 """
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -13,6 +16,7 @@ from myelin.command.options import (
     SettingsError,
     as_plain,
     check_ranges,
+    in_options,
     limit,
     option,
     patterns,
@@ -20,6 +24,8 @@ from myelin.command.options import (
     whole_numbers,
 )
 from myelin.data import PYTHON_SOURCES, Selection, TextData
+from myelin.data.prepare import skipping
+from myelin.errors import DataError, ModelError, PlanError
 from myelin.models import GPT
 from myelin.plan import Plan
 from myelin.runtime.optimizer import AdamW, Schedule
@@ -27,6 +33,16 @@ from myelin.runtime.optimizer import AdamW, Schedule
 DEFAULT_MINUTES: Final = 2.0  # where no number of steps is asked for
 MOST_THREADS: Final = 4  # by default: a model that fits the default run gains nothing from more
 
+_SAME: Final = (
+    *("layers", "hidden", "heads", "context", "dropout"),
+    *("pipeline", "placement", "cuts", "microbatches"),
+    *("validation", "vocabulary_size", "vocabulary", "cache"),
+)
+_OPTIONS: Final = {name: name for name in _SAME} | {
+    "pipeline_limit": "limit",
+    "batch_size": "batch",
+}
+"""For each argument of GPT, Plan and `myelin.data.text` the field of its option."""
 _DATA = "data"
 _MODEL = "model (a GPT)"
 _PLAN = "plan"
@@ -150,6 +166,7 @@ class TrainSettings:
         parse=int,
         metavar="N",
         at_least=1,
+        below=1025,  # as a cluster has it
     )
 
     batch: int = option(16, _TRAINING, "rows of a step", parse=int, metavar="N", at_least=1)
@@ -241,9 +258,10 @@ class TrainSettings:
             )
         _check_name(self.name)
         self._check_schedule()
-        self.model(256)
-        self._check_cuts()
-        self._check_workers()
+        with _said_in_options():
+            self.model(256)
+            self._check_cuts()
+            self._check_workers()
 
     @property
     def plan(self) -> Plan:
@@ -288,17 +306,18 @@ class TrainSettings:
         select = None if self.files is None else Selection(patterns=self.files)
         if not self.paths:
             select = select or PYTHON_SOURCES
-        return myelin.data.text(
-            self.paths or myelin.data.standard_library(),
-            context=self.context,
-            batch_size=self.batch,
-            vocabulary=self.vocabulary,
-            vocabulary_size=self.vocabulary_size,
-            validation=self.validation,
-            seed=self.seed,
-            cache=self.cache,
-            select=select,
-        )
+        with _said_in_options(), _told_otherwise(skipping):
+            return myelin.data.text(
+                self.paths or myelin.data.standard_library(),
+                context=self.context,
+                batch_size=self.batch,
+                vocabulary=self.vocabulary,
+                vocabulary_size=self.vocabulary_size,
+                validation=self.validation,
+                seed=self.seed,
+                cache=self.cache,
+                select=select,
+            )
 
     def resolved(self, cores: int | None = None) -> "TrainSettings":
         """Return the settings with what follows from the others and the machine filled in."""
@@ -351,6 +370,25 @@ class TrainSettings:
         else:
             remedy += f", or --pipeline {self.workers}"
         raise SettingsError(f"--workers {self.workers} for {where}: {remedy}")
+
+
+@contextmanager
+def _said_in_options() -> Iterator[None]:
+    """Have errors of the library speak of the options that were typed."""
+    try:
+        yield
+    except (PlanError, ModelError, DataError) as error:
+        raise type(error)(in_options(str(error), _OPTIONS)) from error
+
+
+@contextmanager
+def _told_otherwise(logger: logging.Logger) -> Iterator[None]:
+    """Keep a logger silent about what the command shows by itself."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _check_name(name: str | None) -> None:

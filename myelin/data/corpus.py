@@ -42,11 +42,8 @@ class Selection:
     skip: frozenset[str] = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
     def __post_init__(self) -> None:
-        for name, names in (("patterns", self.patterns), ("skip", self.skip)):
-            row = isinstance(names, Collection) and not isinstance(names, str | bytes)
-            if not row or not all(isinstance(each, str) for each in names):
-                example = f"({names!r},)" if isinstance(names, str) else '("*.txt", "*.md")'
-                raise DataError(f"{name}={shown(names)}: list names, such as {name}={example}")
+        _check_names("patterns", self.patterns)
+        _check_names("skip", self.skip)
 
     def takes_folder(self, name: str) -> bool:
         """Tell whether to look into a folder of this name."""
@@ -56,6 +53,14 @@ class Selection:
         """Tell whether a file of this name belongs to the corpus."""
         wanted = any(fnmatchcase(name, pattern) for pattern in self.patterns)
         return wanted and self.takes_folder(name)
+
+
+def _check_names(name: str, names: object) -> None:
+    """Refuse what is no list of names; of a text every single letter would be one."""
+    listed = names if isinstance(names, Collection) and not isinstance(names, str) else (None,)
+    if not all(isinstance(each, str) for each in listed):
+        example = f"({names!r},)" if isinstance(names, str) else '("*.txt", "*.md")'
+        raise DataError(f"{name}={shown(names)}: list names, such as {name}={example}")
 
 
 PYTHON_SOURCES = Selection(

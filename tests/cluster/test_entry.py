@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -24,7 +25,7 @@ def test_a_coroutine_is_refused_and_closed() -> None:
     made = main()
     with pytest.raises(TypeError, match=r"given main\(\), .*`myelin\.run\(main\)`"):
         myelin.run(made)  # type: ignore[arg-type]
-    assert made.cr_frame is None
+    assert inspect.getcoroutinestate(made) == inspect.CORO_CLOSED
     del made
     gc.collect()  # a warning would be an error
 
@@ -40,7 +41,7 @@ def test_a_function_that_is_not_async_is_refused() -> None:
         return 3
 
     with pytest.raises(TypeError, match=r"plain\(\) gave 3.*define it with `async def`"):
-        myelin.run(plain)  # type: ignore[arg-type, type-var]
+        myelin.run(plain)  # type: ignore[arg-type]
 
 
 async def test_inside_a_running_loop_it_says_what_to_write_and_calls_nothing() -> None:
@@ -53,6 +54,10 @@ async def test_inside_a_running_loop_it_says_what_to_write_and_calls_nothing() -
         RuntimeError, match=r"`await inside\(\)` instead of `myelin\.run\(inside\)`"
     ):
         myelin.run(inside)
+    with pytest.raises(
+        RuntimeError, match=r"`await main\(\)` instead of `myelin\.run\(main\(\)\)`"
+    ):
+        myelin.run(main())  # type: ignore[arg-type]
     gc.collect()  # a warning would be an error
     assert not called
 

@@ -6,9 +6,11 @@ import functools
 import math
 import operator
 import random
+from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import pytest
+import pytest_asyncio
 import torch
 from torch.nn import functional
 
@@ -23,8 +25,8 @@ Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture
-def graph(cluster: myelin.Cluster) -> myelin.Graph:
+@pytest_asyncio.fixture(loop_scope="module")
+async def graph(cluster: myelin.Cluster) -> myelin.Graph:
     """A graph on each of the clusters; freed with them."""
     return cluster.graph()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myelin.command.chart import draw_losses, smoothed
+from myelin.command.chart import draw_losses, figure_of, smoothed
 
 
 def draw(path: Path, losses: list[float], validations: list[tuple[int, float]]) -> tuple[int, int]:
@@ -30,6 +30,8 @@ def draw(path: Path, losses: list[float], validations: list[tuple[int, float]]) 
         ([3.0], [(1, 3.0)]),
         ([3.0] * 3, []),
         ([3.0, math.nan], [(1, 2.0)]),
+        ([math.nan], []),
+        ([3.0, math.inf], [(1, math.nan)]),
         ([3.0 / (1 + n) for n in range(3000)], [(n, 1.0) for n in range(1, 3000, 50)]),
     ],
 )
@@ -37,6 +39,38 @@ def test_any_course_of_a_training_can_be_drawn(
     losses: list[float], validations: list[tuple[int, float]], tmp_path: Path
 ) -> None:
     assert draw(tmp_path / "loss.png", losses, validations) == (1280, 768)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "losses", [[5.5445, 5.5441], [5.5] * 2, [3.0, 1e5], [123456.789, 123456.7891], [3.0, 2.0, 1.0]]
+)
+def test_every_label_is_inside_the_picture_and_the_legend_outside_the_curves(
+    losses: list[float],
+) -> None:
+    figure = figure_of(losses, [(len(losses), losses[-1])], unit="nats per byte")
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    whole = axes.get_tightbbox()
+    assert whole is not None
+    assert min(whole.x0, axes.yaxis.label.get_window_extent().x0) >= 0
+    legend = axes.get_legend()
+    assert legend is not None
+    assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([math.nan], "the loss of step 1 is nan"),
+        ([3.0, 2.0, math.inf], "the loss of step 3 is inf"),
+    ],
+)
+def test_a_training_that_diverged_says_so(losses: list[float], said: str) -> None:
+    (axes,) = figure_of(losses, [], unit="nats").axes
+    assert [text.get_text() for text in axes.texts] == [f"diverged: {said}"]
+    assert (axes.get_legend() is None) == (len(losses) == 1)
+    assert len(axes.lines) == (0 if len(losses) == 1 else 2)
 
 
 def test_smoothing_takes_as_many_steps_before_as_after() -> None:

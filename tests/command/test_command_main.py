@@ -1,6 +1,8 @@
 """The command's options, help, errors and exit codes, before anything is started."""
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,34 @@ def test_what_cannot_be_parsed_ends_with_2(
     assert argv[0] in error
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--stepz", "3"], "there is no option --stepz; did you mean --steps?"),
+        (["--stepz=3"], "there is no option --stepz; did you mean --steps?"),
+        (["--batch-size", "3"], "there is no option --batch-size; did you mean --batch?"),
+        (["--xyzzy"], "there is no option --xyzzy; see myelin train --help"),
+        (["a", "--steps", "3", "b"], "b: give all paths one after the other, before the options"),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_train_and_the_nearest_option(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *argv])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"usage: myelin train [PATH ...] [options]\nmyelin train: error: {said}\n"
+    )
+
+
+@pytest.mark.slow
+def test_the_package_can_be_run_as_a_module() -> None:
+    command = [sys.executable, "-m", "myelin", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"myelin {myelin.__version__}\n"
+
+
 def test_what_argparse_reads_becomes_settings() -> None:
     arguments = vars(argparse.Namespace(**TrainSettings().plain()))
     assert settings_of(arguments | {"paths": ["a", "b"], "betas": (0.5, 0.6)}) == TrainSettings(
@@ -88,9 +118,9 @@ def test_bad_settings_are_told_in_one_line_without_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert error_of(capsys, "--layers", "0") == (
-        "myelin train: --layers 0: use a whole number at least 1\n"
+        "myelin train: --layers 0: use a whole number of at least 1\n"
     )
-    assert "use heads=5" in error_of(capsys, "--hidden", "100", "--heads", "6")
+    assert "use --heads 5 or --hidden 102" in error_of(capsys, "--hidden", "100", "--heads", "6")
     assert "--workers 3" in error_of(capsys, "--workers", "3")
 
 
@@ -101,7 +131,7 @@ def test_a_path_that_does_not_exist_is_told_and_leaves_nothing(
     error = error_of(capsys, str(tmp_path / "nowhere"), "--out", str(out))
     assert error == (
         f"myelin train: {tmp_path / 'nowhere'} does not exist; "
-        "give the path of a text file or a folder\n"
+        "give the path of a text file or a folder (a text itself must be in a file)\n"
     )
     assert not out.exists()
 

@@ -41,7 +41,7 @@ def test_time_of_validation_slows_no_rate() -> None:
     meter.step(result(tokens=100), 10.0)
     status = meter.status(10.0)
     assert status.tokens_per_s == 100.0
-    assert status.validation == 2.5
+    assert (status.validation, status.validated) == (2.5, 1)
 
 
 def test_rates_forget_what_is_long_past() -> None:

@@ -12,6 +12,7 @@ from myelin.command.options import (
     add_options,
     as_plain,
     check_ranges,
+    in_options,
     limit,
     option,
     options_of,
@@ -78,7 +79,7 @@ def test_the_help_shows_groups_and_each_default_once_as_it_would_be_typed() -> N
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (("--slices", "many"), "'many': use a whole number at least 1 and below 20"),
+        (("--slices", "many"), "'many': use a whole number of at least 1 and below 20"),
         (("--slices", "2.5"), "use a whole number"),
         (("--heat", "hot"), "'hot': use a number above 0"),
         (("--racks", "0;1"), "'0;1': use whole numbers separated by commas, such as 0,1"),
@@ -99,7 +100,7 @@ def test_what_cannot_be_parsed_is_refused_with_the_option_and_a_remedy(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"slices": 0}, "--slices 0: use a whole number at least 1 and below 20"),
+        ({"slices": 0}, "--slices 0: use a whole number of at least 1 and below 20"),
         ({"slices": 20}, "--slices 20: use"),
         ({"slices": 1.5}, "--slices 1.5: use a whole number"),
         ({"slices": True}, "--slices True: use a whole number"),
@@ -127,6 +128,29 @@ def test_a_number_without_a_range_may_be_any_finite_one() -> None:
     assert free.allowed() == "a number"
     assert free.allows(-1e300)
     assert not free.allows(math.inf)
+
+
+def test_a_large_bound_is_written_as_a_power() -> None:
+    assert Option("group", "help", parse=int, below=2**63).allowed() == (
+        "a whole number below 2**63"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("placement=[0, 2]: numbered", "--placement 0,2: numbered"),
+        ("hidden=12 of heads=5; use heads=4", "--hidden 12 of --heads 5; use --heads 4"),
+        (
+            "pipeline_limit='x': use 1, or None (= twice the stages)",
+            "--limit x: use 1, or leave it out",
+        ),
+        ("/lang=en/a.txt is empty", "/lang=en/a.txt is empty"),
+    ],
+)
+def test_an_error_of_the_library_is_said_in_options(text: str, said: str) -> None:
+    same = {name: name for name in ("placement", "hidden", "heads")}
+    assert in_options(text, same | {"pipeline_limit": "limit"}) == said
 
 
 def test_lists_and_pairs_and_limits_are_parsed() -> None:

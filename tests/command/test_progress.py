@@ -1,6 +1,8 @@
 """What is shown of a training, on a terminal and elsewhere."""
 
 import io
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -24,6 +26,7 @@ STATUS = Status(
     elapsed_s=61.0,
     left_s=59.0,
     share=0.5,
+    validated=1200,
 )
 FIRST = Status(0, None, None, 0.0, {}, 0.0, None, 0.0)
 
@@ -52,13 +55,13 @@ def drawn(renderable: object, *, width: int = 100) -> str:
 
 def test_a_line_says_everything() -> None:
     assert line(STATUS) == (
-        "step 1,234  loss 2.346  validation 2.500  20,123 tokens/s  busy 91% 50%  "
-        "1:01 gone  0:59 left"
+        "step 1,234  loss 2.346  validation 2.500 (step 1,200)  20,123 tokens/s  "
+        "busy w0 91% w1 50%  1:01 gone  0:59 left"
     )
 
 
 def test_a_line_leaves_out_what_is_not_known() -> None:
-    assert line(FIRST) == "step     0  loss -  0 tokens/s  busy   0:00 gone"
+    assert line(FIRST) == "step     0  loss -  0 tokens/s  busy  0:00 gone"
 
 
 def test_the_panel_says_everything() -> None:
@@ -96,7 +99,21 @@ def test_lines_come_at_the_first_step_then_every_few_seconds_then_at_the_end() -
             now.now = second
             progress.show(lambda: STATUS)
         progress.last(STATUS)
-    assert file.getvalue().splitlines() == ["facts", "starting", *[line(STATUS)] * 4]
+    later = [line(replace(STATUS, validation=None))] * 3
+    assert file.getvalue().splitlines() == ["facts", "starting", line(STATUS), *later]
+
+
+def test_a_validation_stands_only_in_the_first_line_after_it_was_measured() -> None:
+    file = io.StringIO()
+    progress = LineProgress(file, every_s=0.0)
+    for validated in (None, 50, 50, 100, 100):
+        loss = None if validated is None else 2.5
+        status = replace(STATUS, validation=loss, validated=validated)
+        progress.show(partial(replace, status))
+    progress.last(replace(STATUS, validated=150))
+    said = [text.split("validation ")[1:] for text in file.getvalue().splitlines()]
+    steps = [part[0].split("  ")[0] if part else "" for part in said]
+    assert steps == ["", "2.500 (step 50)", "", "2.500 (step 100)", "", "2.500 (step 150)"]
 
 
 def test_a_status_is_not_worked_out_for_nothing() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from myelin.command.options import flag_name, options_of
 from myelin.command.settings import TrainSettings
+from myelin.data.prepare import skipping
 from myelin.errors import DataError, MyelinError
 from myelin.models import GPT
 from myelin.runtime.optimizer import AdamW, Schedule
@@ -29,16 +30,17 @@ def test_every_field_is_an_option_with_a_help_text() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"validation": 1.0}, "--validation 1.0: use a number at least 0 and below 1"),
+        ({"validation": 1.0}, "--validation 1.0: use a number of at least 0 and below 1"),
         ({"vocabulary": "words"}, "--vocabulary words: use bytes or bpe"),
         ({"vocabulary": "bpe", "vocabulary_size": 255}, "--vocabulary-size 255: use"),
         ({"vocabulary_size": 300}, "--vocabulary-size 300 is for --vocabulary bpe; leave it out"),
-        ({"layers": 0}, "--layers 0: use a whole number at least 1"),
+        ({"layers": 0}, "--layers 0: use a whole number of at least 1"),
         ({"hidden": 0}, "--hidden 0: use"),
         ({"heads": 0}, "--heads 0: use"),
-        ({"hidden": 100, "heads": 6}, "use heads=5 or hidden=102"),
+        ({"hidden": 100, "heads": 6}, "--hidden 100 is not a multiple of --heads 6: "),
+        ({"hidden": 100, "heads": 6}, "use --heads 5 or --hidden 102"),
         ({"context": 0}, "--context 0: use"),
-        ({"dropout": 1.0}, "--dropout 1.0: use a number at least 0 and below 1"),
+        ({"dropout": 1.0}, "--dropout 1.0: use a number of at least 0 and below 1"),
         ({"pipeline": 0}, "--pipeline 0: use"),
         ({"pipeline": 7}, "use --pipeline 6 or fewer, or more --layers"),
         ({"workers": -1}, "--workers -1: use"),
@@ -46,14 +48,20 @@ def test_every_field_is_an_option_with_a_help_text() -> None:
         ({"workers": 2, "pipeline": 3}, "or --placement 0,1,0"),
         ({"workers": 3}, "use --workers 2, or leave it out, or --pipeline 3"),
         ({"workers": 2, "placement": (0, 0)}, "--workers 2 for 2 stages on 1 worker: use"),
-        ({"placement": (0,)}, "placement=[0] places 1 stages"),
-        ({"placement": (0, 2)}, "workers are numbered from 0 without gaps"),
-        ({"cuts": (1, 2)}, "name the first block of every stage but the first"),
+        ({"placement": (0,)}, "--placement 0 places 1 stage, and --pipeline 2: name"),
+        ({"placement": (0, 2)}, "--placement 0,2: workers are numbered from 0 without gaps"),
+        (
+            {"cuts": (1, 2)},
+            "--cuts 1,2 make 3 stages, and --pipeline 2: name the first block of every stage",
+        ),
+        ({"cuts": (9,)}, "--cuts 9 for 6 blocks: each"),
         ({"cuts": (9,)}, "cuts must rise from at least 1 to at most 5"),
         ({"microbatches": 0}, "--microbatches 0: use"),
-        ({"limit": 0}, "pipeline_limit=0: use a whole number of at least 1"),
-        ({"limit": "book"}, "pipeline_limit='book': use"),
+        ({"limit": 0}, "--limit 0: use a whole number of at least 1, "),
+        ({"limit": 0}, '"paper" (= pipeline), or leave it out'),
+        ({"limit": "book"}, "--limit book: use"),
         ({"threads": 0}, "--threads 0: use"),
+        ({"threads": 1025}, "--threads 1025: use a whole number of at least 1 and below 1025"),
         ({"batch": 0}, "--batch 0: use"),
         ({"steps": 0}, "--steps 0: use"),
         ({"minutes": 0.0}, "--minutes 0.0: use a number above 0"),
@@ -66,7 +74,7 @@ def test_every_field_is_an_option_with_a_help_text() -> None:
         ({"schedule": "steep"}, "--schedule steep: use constant or linear or cosine"),
         ({"schedule": "cosine"}, "--schedule cosine needs --steps, more than the --warmup 20"),
         ({"schedule": "linear", "steps": 20}, "more than the --warmup 20; here it is 20"),
-        ({"seed": -1}, "--seed -1: use"),
+        ({"seed": -1}, "--seed -1: use a whole number of at least 0 and below 2**63"),
         ({"validate_every": 0}, "--validate-every 0: use"),
         ({"validation_batches": 0}, "--validation-batches 0: use"),
         ({"name": "a/b"}, "--name 'a/b' is no name for a folder: use one without slashes"),
@@ -166,6 +174,30 @@ def test_data_are_read_as_the_settings_say(tmp_path: Path) -> None:
     data = settings.data()
     assert data.report is not None
     assert (data.report.files, data.tokens, data.context, data.batch_size) == (1, 301, 8, 3)
+
+
+def test_what_the_data_refuse_is_said_in_options(tmp_path: Path) -> None:
+    path = tmp_path / "lang=en.txt"
+    path.write_text("alpha " * 10)
+    with pytest.raises(DataError) as caught:
+        TrainSettings(paths=(str(path),), context=40, validation=0.2).data()
+    assert "holding out 41 for --validation 0.2 leaves" in str(caught.value)
+    assert "a context below 30, or --validation 0" in str(caught.value)
+    path.write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"lang=en\.txt is no text but binary"):
+        TrainSettings(paths=(str(path),)).data()
+
+
+def test_files_that_are_left_out_are_not_told_a_second_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("alpha " * 50)
+    (tmp_path / "b.txt").write_bytes(b"\0")
+    data = TrainSettings(paths=(str(tmp_path),), context=8).data()
+    assert data.report is not None
+    assert data.report.skipped() == "1 binary"
+    assert not caplog.records
+    assert not skipping.disabled
 
 
 def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_what_a_worker_cannot_import_is_refused_with_the_remedy(
     function: Callable[..., object],
 ) -> None:
     with pytest.raises(
-        ModelError, match=r"top level of a module and pass its settings as arguments"
+        ModelError, match=r"top level of a module or .*, and pass its settings as arguments"
     ):
         path_of(function)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from myelin.errors import ModelError
 from myelin.models.gpt import GPT
-from myelin.models.model import Description, Model, Parts, Tie, load
+from myelin.models.model import Description, Model, Parts, Tie, check_description, load
 from myelin.testing import models
 
 RETURNED: dict[str, Any] = {}
@@ -267,3 +267,18 @@ def test_a_script_on_disk_can_be_a_model(tmp_path: Path) -> None:
     )
     model = Model(f"{path}:build", widths=(2, 3, 4))
     assert len(load(model.factory, model.arguments).blocks) == 2
+
+
+def test_a_factory_that_raises_is_told_with_the_line_of_the_users_own_code(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from torch import nn\n\n\ndef build(width):\n    return deeper(width)\n\n\n"
+        "def deeper(width):\n    return [nn.Linear(width, 'x')], None\n"
+    )
+    with pytest.raises(ModelError, match=f"{path}:9\\); it was called with {{'width': 3}}"):
+        load(f"{path}:build", {"width": 3})
+
+
+@pytest.mark.parametrize("model", [Model("myelin.testing.models:mlp")])
+def test_a_description_passes_as_it_is(model: Model) -> None:
+    assert check_description(model) is model

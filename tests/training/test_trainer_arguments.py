@@ -188,10 +188,11 @@ async def test_wrong_arguments_leave_worker_processes_unharmed() -> None:
     async with Cluster(workers=1, threads=1) as cluster:
         for arguments in ({"optimizer": "adamw"}, {"seed": 2**70}, {"plan": {"pipeline": 2}}):
             with pytest.raises(ValueError, match=next(iter(arguments))):
-                await cluster.trainer(TINY, **arguments)  # type: ignore[arg-type]
+                await cluster.trainer(TINY, **arguments)
+        model: Any
         for model in (None, GPT, nn.Linear(1, 1)):
             with pytest.raises(ModelError):
-                await cluster.trainer(model)  # type: ignore[arg-type]
+                await cluster.trainer(model)
         await check_unharmed(cluster)
 
 
