@@ -415,7 +415,7 @@ class Trainer:
     def _result(self, run: Run, report: RunReport) -> StepResult:
         return StepResult(
             index=run.step,
-            loss=_total([report.outputs[f"loss {r}"] for r in range(self.plan.data)]),
+            loss=sum(report.outputs[f"loss {replica}"] for replica in range(self.plan.data)),
             tokens=int(report.outputs["weight"]),
             lr=self.optimizer.lr * self.optimizer.schedule.factor(run.step),
             skipped=bool(report.outputs.get("skipped")),
@@ -520,14 +520,6 @@ def _with_copies(
             raise ModelError(f"{' and '.join(together)} are one weight: give them one value")
         given |= dict.fromkeys(together, values[0]) if values else {}
     return given
-
-
-def _total(shares: Sequence[float]) -> float:
-    """Return the sum of the replicas' shares of the loss, in float32 and in their order."""
-    total = torch.tensor(shares[0])
-    for share in shares[1:]:
-        total = total + torch.tensor(share)
-    return float(total)
 
 
 def _sizes(rows: int, parts: int) -> list[int]:

@@ -79,8 +79,7 @@ class PlainLoop:
                 for microbatch, (value, target, weight) in enumerate(self._split(batch))
             ]
         own = len(shares) // self._replicas
-        losses = [sum(shares[r * own : (r + 1) * own]) for r in range(self._replicas)]
-        return float(sum(losses))
+        return sum(float(sum(shares[r * own : (r + 1) * own])) for r in range(self._replicas))
 
     def predict(self, inputs: Any) -> list[Any]:
         """Return the output for each microbatch of `inputs`, in evaluation mode."""
@@ -111,7 +110,7 @@ class PlainLoop:
         for parameter, *gradients in zip(self.model.parameters(), *sums, strict=True):
             there = [gradient for gradient in gradients if gradient is not None]
             parameter.grad = sum(there[1:], start=there[0]) if there else None
-        return float(sum(losses[1:], start=losses[0]))
+        return sum(map(float, losses))
 
     def _accumulate_share(self, parts: list[tuple[int, tuple[Any, Any, int]]]) -> torch.Tensor:
         shares = []
