@@ -151,7 +151,7 @@ class Cluster:
         plan = checked_plan(plan)
         optimizer = check_optimizer(AdamW() if optimizer is None else optimizer)
         check_seed(seed)
-        await self._members.ensure(max(plan.workers) + 1)
+        await self._members.ensure(plan.workers)
         coordinator = self._members.coordinator
         described = await coordinator.requests.ask(
             0, m.Describe(coordinator.number(), model.factory, model.arguments)
@@ -160,38 +160,44 @@ class Cluster:
         every = plan.keeps_every(stages)
         ties = _ties(described.ties, stages)
         crossing = tuple(tie for tie in ties if tie.crosses)
-        number, builders = coordinator.number(), sorted(set(plan.workers))
+        number = coordinator.number()
+        builders = sorted({worker for workers in plan.grid for worker in workers})
 
         def build(worker: int, request: int) -> m.Build:
+            replica = worker // (plan.workers // plan.data)
             own = tuple(
                 m.StageSpec(stage, blocks[0], blocks[-1], every[stage])
                 for stage, blocks in enumerate(stages)
-                if plan.workers[stage] == worker
+                if plan.grid[replica][stage] == worker
             )
-            last = plan.pipeline - 1
             return m.Build(
                 request,
                 number,
                 model.factory,
                 model.arguments,
                 own,
-                last,
+                plan.pipeline - 1,
                 crossing,
                 optimizer,
                 seed,
+                replica,
+                plan.data,
+                plan.chunk,
             )
 
-        trainer = Trainer(
-            coordinator,
-            number,
-            model=model,
-            plan=plan,
-            optimizer=optimizer,
-            stages=stages,
-            ties=ties,
-        )
         try:
-            await coordinator.requests.ask_all(build, builders)
+            built = await coordinator.requests.ask_all(build, builders)
+            elements = {int(stage): size for part in built for stage, size in part.elements.items()}
+            trainer = Trainer(
+                coordinator,
+                number,
+                model=model,
+                plan=plan,
+                optimizer=optimizer,
+                stages=stages,
+                elements=[elements[stage] for stage in range(plan.pipeline)],
+                ties=ties,
+            )
             await trainer.check_groups()
         except BaseException:
             coordinator.discard_trainer(number, builders)  # others may have built their part

@@ -85,6 +85,7 @@ class Coordinator:
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             m.Done: self._answered,
             m.Described: self._answered,
+            m.Built: self._answered,
             m.Refused: self._refused,
             m.RunDone: self._run_done,
             m.RunFailed: self._run_failed,
@@ -423,7 +424,7 @@ class Coordinator:
         waiting = self._values.pop((message.run, worker, message.op), None)
         resolve(waiting, None, ValueReleased(_RELEASED))
 
-    def _answered(self, worker: int, message: m.Done | m.Described) -> None:
+    def _answered(self, worker: int, message: m.Done | m.Described | m.Built) -> None:
         self.requests.answer(worker, message.request, message)
 
     def _refused(self, worker: int, message: m.Refused) -> None:

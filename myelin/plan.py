@@ -7,6 +7,8 @@ from myelin.errors import PlanError
 from myelin.models.checks import check_whole, shown
 from myelin.models.partition import checkpoint_every, cut, cut_at
 
+_WHOLE = ("pipeline", "data", "microbatches", "bucket", "coarsening", "steps_in_flight")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -14,14 +16,17 @@ class Plan:
 
     Attributes:
         pipeline: number of stages.
-        data: number of replicas; this version trains one.
-        microbatches: how many microbatches a batch is split into; a batch with fewer rows is split
-            into as many as it has rows.
+        data: number of replicas: copies of the pipeline on workers of their own, each of which
+            takes its share of every batch.
+        microbatches: how many microbatches each replica's share of a batch is split into, at most
+            one a row.
         pipeline_limit: at most so many microbatches in flight; by default twice the stages; "paper"
             means the number of stages, as arXiv 2110.13005 has it.
         placement: for each stage the worker that runs it; by default one stage a worker.
         cuts: the first block of every stage but the first; by default stages are cut by the
             estimated cost of blocks.
+        bucket: replicas sum their gradients in pieces of so many elements ...
+        coarsening: ... times this, each piece as one message.
         steps_in_flight: how many steps may be under way at once.
         checkpoint: keep the output of every so many blocks only, and compute what lies between
             again in the backward: less memory for about a third more work, and the same bits.
@@ -34,17 +39,14 @@ class Plan:
     pipeline_limit: int | str | None = None
     placement: Sequence[int] | None = None
     cuts: Sequence[int] | None = None
+    bucket: int = 1 << 22
+    coarsening: int = 4
     steps_in_flight: int = 2
     checkpoint: int | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pipeline", "data", "microbatches", "steps_in_flight"):
+        for name in _WHOLE:
             check_whole(name, getattr(self, name), least=1, error=PlanError)
-        if self.data != 1:
-            raise PlanError(
-                f"data={self.data}: this version trains one replica; use data=1 and more stages or "
-                f"microbatches"
-            )
         self._check_limit()
         if self.checkpoint is not None and self.checkpoint != "paper":
             instead = ', "paper" (= a number for each stage), or None (= keep everything)'
@@ -59,9 +61,28 @@ class Plan:
             )
 
     @property
-    def workers(self) -> tuple[int, ...]:
-        """For each stage the worker that runs it."""
+    def stage_workers(self) -> tuple[int, ...]:
+        """For each stage the worker that runs it, in the first replica."""
         return tuple(range(self.pipeline)) if self.placement is None else tuple(self.placement)
+
+    @property
+    def grid(self) -> tuple[tuple[int, ...], ...]:
+        """For each replica the workers of its stages; replicas follow each other."""
+        span = max(self.stage_workers) + 1
+        return tuple(
+            tuple(replica * span + worker for worker in self.stage_workers)
+            for replica in range(self.data)
+        )
+
+    @property
+    def workers(self) -> int:
+        """How many workers it needs."""
+        return self.data * (max(self.stage_workers) + 1)
+
+    @property
+    def chunk(self) -> int:
+        """How many elements of a stage's gradients are summed over the replicas at a time."""
+        return self.bucket * self.coarsening
 
     @property
     def limit(self) -> int:

@@ -1,9 +1,11 @@
 """The trainer: steps, evaluations and predictions of one model on a cluster's workers."""
 
 import asyncio
+import itertools
 import operator
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,7 +23,8 @@ from myelin.run import InstalledProgram, Run, RunReport
 from myelin.runtime import messages as m
 from myelin.runtime.graph import Kind, Phase
 from myelin.runtime.optimizer import Optimizer
-from myelin.runtime.step import INPUTS, TARGETS, StepShape, build_step
+from myelin.runtime.step import INPUTS, TARGETS, StepShape, build_step, inputs_slot
+from myelin.transports.packing import map_tensors
 
 Result = TypeVar("Result")
 _KINDS = ("forward", "backward")
@@ -144,10 +147,12 @@ class Trainer:
         plan: Plan,
         optimizer: Optimizer,
         stages: Sequence[range],
+        elements: Sequence[int],
         ties: Sequence[m.TieSpec],
     ) -> None:
         self.model, self.plan, self.stages = model, plan, tuple(stages)
         self.optimizer = optimizer
+        self._chunks = tuple(max(1, -(-size // plan.chunk)) for size in elements)
         self.steps_done = 0
         self._coordinator, self._number = coordinator, number
         self._ties = tuple(ties)
@@ -192,7 +197,8 @@ class Trainer:
         self._check_open()
         checked_inputs(self.model, inputs)
         program = self._program(Phase.PREDICT, rows_of(inputs))
-        run = self._coordinator.submit(self._lane, program, {INPUTS: inputs}, step=self._asked)
+        loads = self._shares(inputs, program.graph.microbatches)
+        run = self._coordinator.submit(self._lane, program, loads, step=self._asked)
         last = self.plan.pipeline - 1
         values = []
         for microbatch in range(program.graph.microbatches):
@@ -264,7 +270,8 @@ class Trainer:
             return
         self._closed = True
         async with self._coordinator.pause(self._lane):
-            self._coordinator.discard_trainer(self._number, self._workers)
+            workers = [worker for r in range(self.plan.data) for worker in self._workers_of(r)]
+            self._coordinator.discard_trainer(self._number, workers)
         self._coordinator.retire(self._lane)
 
     def _check_open(self) -> None:
@@ -362,7 +369,7 @@ class Trainer:
         self._check_open()
         inputs, targets = checked_batch(self.model, batch)
         program = self._program(phase, rows_of(inputs))
-        loads = {INPUTS: inputs, TARGETS: targets}
+        loads = self._shares(inputs, program.graph.microbatches) | {TARGETS: targets}
         run = self._coordinator.submit(self._lane, program, loads, step=step)
         if phase is Phase.TRAIN:
             run.on_failure = lambda: self._give_back(run.step)
@@ -375,11 +382,23 @@ class Trainer:
 
     def _program(self, phase: Phase, rows: int) -> InstalledProgram:
         """Return the program for a batch of so many rows; made and sent when first needed."""
-        microbatches = min(self.plan.microbatches, rows)
+        if rows < self.plan.data:
+            raise BatchError(
+                f"a batch of {rows} rows for data={self.plan.data} replicas: give each replica a "
+                f"row, at least {self.plan.data} in all"
+            )
+        microbatches = min(self.plan.microbatches, rows // self.plan.data)
         known = self._programs.get((phase, microbatches))
         if known is None:
             ties = tuple((tie.owner_stage, tie.user_stage) for tie in self._ties if tie.crosses)
-            shape = StepShape(self.plan.workers, microbatches, self.plan.limit, ties)
+            shape = StepShape(
+                self.plan.stage_workers,
+                microbatches,
+                self.plan.limit,
+                ties,
+                self.plan.data,
+                self._chunks,
+            )
             graph = build_step(shape, phase)
             known = self._coordinator.install(graph, trainer=self._number)
             self._programs[phase, microbatches] = known
@@ -396,7 +415,7 @@ class Trainer:
     def _result(self, run: Run, report: RunReport) -> StepResult:
         return StepResult(
             index=run.step,
-            loss=report.outputs["loss"],
+            loss=sum(report.outputs[f"loss {replica}"] for replica in range(self.plan.data)),
             tokens=int(report.outputs["weight"]),
             lr=self.optimizer.lr * self.optimizer.schedule.factor(run.step),
             skipped=bool(report.outputs.get("skipped")),
@@ -409,26 +428,36 @@ class Trainer:
     async def _shapes(self) -> list[dict[str, tuple[str, list[int]]]]:
         """Return dtype and shape of every parameter and buffer, for each worker by name."""
         return await self._coordinator.requests.ask_all(
-            lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES), self._workers
+            lambda _worker, number: m.Collect(number, self._number, m.State.SHAPES),
+            self._workers_of(0),
         )
 
     async def _overwrite(
         self, weights: Mapping[str, torch.Tensor], own: Sequence[Mapping[str, Any]]
     ) -> None:
-        for worker, shapes in zip(self._workers, own, strict=True):
-            part = {name: weights[name] for name in shapes if name in weights}
-            await self._coordinator.assign(worker, self._number, part)
+        for replica in range(self.plan.data):
+            for worker, shapes in zip(self._workers_of(replica), own, strict=True):
+                part = {name: weights[name] for name in shapes if name in weights}
+                await self._coordinator.assign(worker, self._number, part)
 
     async def _collect(self, state: m.State) -> dict[str, torch.Tensor]:
         parts = await self._coordinator.requests.ask_all(
-            lambda _worker, number: m.Collect(number, self._number, state), self._workers
+            lambda _worker, number: m.Collect(number, self._number, state), self._workers_of(0)
         )
         found = {name: tensor for part in parts for name, tensor in part.items()}
         return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
 
-    @property
-    def _workers(self) -> list[int]:
-        return sorted(set(self.plan.workers))
+    def _workers_of(self, replica: int) -> list[int]:
+        return sorted(set(self.plan.grid[replica]))
+
+    def _shares(self, inputs: Any, microbatches: int) -> dict[int, Any]:
+        """Return each replica's share of the inputs by slot: the rows of its own microbatches."""
+        if self.plan.data == 1:
+            return {INPUTS: inputs}
+        rows, own = rows_of(inputs), microbatches // self.plan.data
+        begins = [sum(_sizes(rows, microbatches)[: r * own]) for r in range(self.plan.data + 1)]
+        cuts = [slice(*pair) for pair in itertools.pairwise(begins)]
+        return {inputs_slot(r): map_tensors(itemgetter(cut), inputs) for r, cut in enumerate(cuts)}
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
@@ -491,6 +520,11 @@ def _with_copies(
             raise ModelError(f"{' and '.join(together)} are one weight: give them one value")
         given |= dict.fromkeys(together, values[0]) if values else {}
     return given
+
+
+def _sizes(rows: int, parts: int) -> list[int]:
+    """Return how many rows each part has; as `torch.tensor_split` has it."""
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
 
 
 def _natural(name: str) -> tuple[int, str]:

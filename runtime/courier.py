@@ -20,7 +20,7 @@ import torch
 
 from myelin.runtime.jitter import Delays
 from myelin.runtime.messages import Announce, Purpose
-from myelin.runtime.strides import restored, travelling
+from myelin.runtime.strides import ahead_of, restored, travelling
 from myelin.transports.datapath import DataPath, spec_of
 from myelin.transports.packing import pack, unpack
 
@@ -61,10 +61,12 @@ class Courier:
         """
         layout, parts = pack(value)
         tensors, places = _each_once(parts)
+        aheads = tuple(map(ahead_of, tensors))
         parcels = [travelling(tensor.detach()) for tensor in tensors]
         tensors, forms = [tensor for tensor, _ in parcels], tuple(form for _, form in parcels)
         specs = tuple(spec_of(tensor) for tensor in tensors)
-        self._send(peer, Announce(purpose, key, label, layout, specs, forms, places))
+        aheads = aheads if any(aheads) else ()
+        self._send(peer, Announce(purpose, key, label, layout, specs, forms, places, aheads))
         if tensors:
             return self._path.send(peer, tensors, label=label)
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,7 +116,9 @@ def _put_together(announcement: Announce, tensors: list[torch.Tensor]) -> Any:
     Raises:
         ValueError: the announcement does not belong to these tensors.
     """
-    own = [restored(*pair) for pair in zip(tensors, announcement.forms, strict=True)]
+    aheads = announcement.aheads or (0,) * len(tensors)
+    parcels = zip(tensors, announcement.forms, aheads, strict=True)
+    own = [restored(*parcel) for parcel in parcels]
     places = announcement.places or range(len(own))
     if set(places) != set(range(len(own))):
         raise ValueError(f"places {places} do not belong to {len(own)} tensors")

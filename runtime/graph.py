@@ -22,6 +22,9 @@ class Kind(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     TIE_GRADIENT = "tie_gradient"
+    FLATTEN = "flatten"
+    REDUCE = "reduce"
+    UNFLATTEN = "unflatten"
     NORM = "norm"
     COMMIT = "commit"
     UPDATE = "update"
@@ -53,6 +56,7 @@ class Phase(enum.Enum):
     CALLS = "calls"
 
 
+CHUNKED = frozenset({Kind.FLATTEN, Kind.REDUCE, Kind.UNFLATTEN})
 ARRIVALS = frozenset({Kind.LOAD, Kind.RECEIVE})
 
 
@@ -68,7 +72,7 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stage: its pipeline stage, where it has one.
         microbatch: its microbatch, where it has one.
         slot: `LOAD`: which input of the run; `CALL`: which callable; `REFRESH`, `TIE_GRADIENT`:
-            which tie.
+            which tie; `FLATTEN`, `REDUCE`, `UNFLATTEN`: which chunk of the stage's gradients.
         peer: `SEND`: the receiving node; `RECEIVE` and `LOAD`: the sending node.
         target: `SEND`: index of the `RECEIVE` in the peer's program.
     """
@@ -93,6 +97,8 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             parts.append(f"microbatch={self.microbatch}")
         if self.kind is Kind.CALL:
             parts.append(f"call={self.slot}")
+        if self.kind in CHUNKED:
+            parts.append(f"chunk={self.slot}")
         return " ".join(parts)
 
 

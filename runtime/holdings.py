@@ -54,7 +54,9 @@ class Holdings:
             case m.Describe():
                 return self._describe(request)
             case m.Build():
-                self._trainers[request.trainer] = StepExecutor(request, self._black_box)
+                executor = StepExecutor(request, self._black_box)
+                self._trainers[request.trainer] = executor
+                return m.Built(request.request, executor.elements())
             case m.Install():
                 self._install(request)
             case m.Discard():

@@ -1,8 +1,8 @@
 """The closed set of messages between coordinator and workers, beyond the bus's own.
 
-A request carries a number, and is answered with the same number: by `Done`, `Described`, `Refused`
-or, where tensors are the answer, an `Announce` with the purpose REPLY. Tensors never travel here:
-`Announce` says what comes next on the data path's channel from its sender.
+A request carries a number, and is answered with the same number: by `Done`, `Described`, `Built`,
+`Refused` or, where tensors are the answer, an `Announce` with the purpose REPLY. Tensors never
+travel here: `Announce` says what comes next on the data path's channel from its sender.
 """
 
 import enum
@@ -142,6 +142,9 @@ class Build(_Message, frozen=True):
     ties: tuple[TieSpec, ...]
     optimizer: Optimizer
     seed: int
+    replica: int = 0
+    replicas: int = 1
+    chunk: int = 1 << 24  # elements of a stage's gradients that are summed together
 
 
 class Install(_Message, frozen=True):
@@ -218,6 +221,13 @@ class Done(_Message, frozen=True):
     request: int
 
 
+class Built(_Message, frozen=True):
+    """The answer to `Build`: for each stage how many elements its optimizer updates."""
+
+    request: int
+    elements: dict[str, int]
+
+
 class Described(_Message, frozen=True):
     """Answer to `Describe`."""
 
@@ -290,6 +300,7 @@ class Announce(_Message, frozen=True):
         specs: of the tensors as they travel.
         forms: for each of these its size and stride in every dimension, () if it stays as it came.
         places: for each tensor of the value which of these it is, () if they are the same in order.
+        aheads: how many elements behind a multiple of 64 bytes each of these began, () for none.
     """
 
     purpose: Purpose
@@ -299,6 +310,7 @@ class Announce(_Message, frozen=True):
     specs: tuple[TensorSpec, ...]
     forms: tuple[Form, ...]
     places: tuple[int, ...] = ()
+    aheads: tuple[int, ...] = ()
 
 
 MESSAGES: tuple[type[msgspec.Struct], ...] = (
@@ -316,6 +328,7 @@ MESSAGES: tuple[type[msgspec.Struct], ...] = (
     Shutdown,
     Done,
     Described,
+    Built,
     Refused,
     RunDone,
     RunFailed,

@@ -79,11 +79,12 @@ def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Ten
 @contextmanager
 def _swapped(buffers: Buffers) -> Iterator[None]:
     """Put copies of these in the place of the modules' buffers, and those back in the end."""
+    now: list[tuple[nn.Module, str, Tensor | None]]
     now = [(module, name, module._buffers[name]) for module, name, _ in buffers]
     try:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.clone()
         yield
     finally:
-        for module, name, buffer in now:
-            module._buffers[name] = buffer
+        for module, name, own in now:
+            module._buffers[name] = own

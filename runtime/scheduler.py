@@ -73,6 +73,9 @@ Command = Launch | Transmit | StepDone | Drained
 
 _URGENCY = {
     Kind.TIE_GRADIENT: 0,
+    Kind.FLATTEN: 0,
+    Kind.REDUCE: 0,
+    Kind.UNFLATTEN: 0,
     Kind.NORM: 0,
     Kind.COMMIT: 0,
     Kind.UPDATE: 0,

@@ -5,9 +5,8 @@ tensors are closed up instead, their dimensions in the same order as before: tho
 that share a place without being expanded, such as windows made by `unfold`, and those that fill
 less than 1/4096 of the memory they reach over, such as a batch cut across a whole corpus.
 
-A copy made here also begins as many bytes behind a multiple of 64 as its original: a microbatch is
-a view into its batch, and kernels begin with what lies before the first full vector. What has
-travelled begins at a multiple of 64, as all that the allocator gives.
+A copy also begins as many bytes behind a multiple of 64 as its original: a microbatch is a view into
+its batch, and kernels begin with what lies before the first full vector.
 """
 
 import math
@@ -28,13 +27,20 @@ def copied(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor without a graph that lies in memory as it does; see above."""
     if tensor.layout is not torch.strided:
         return tensor.clone()
-    ahead = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
+    ahead = ahead_of(tensor)
     if tensor.is_contiguous() and not ahead:
         return tensor.clone()
     form = _form_of(tensor)
     part = _room(form, tensor, ahead)
     part.copy_(_unexpanded(tensor, form))
     return _expanded(part, form)
+
+
+def ahead_of(tensor: Tensor) -> int:
+    """Return how many elements behind a multiple of 64 bytes a tensor begins."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0
+    return tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
 
 
 def travelling(tensor: Tensor) -> tuple[Tensor, Form]:
@@ -48,21 +54,30 @@ def travelling(tensor: Tensor) -> tuple[Tensor, Form]:
     return _unexpanded(tensor, form).permute(_outermost_first(form)), form
 
 
-def restored(tensor: Tensor, form: Form) -> Tensor:
+def restored(tensor: Tensor, form: Form, ahead: int = 0) -> Tensor:
     """Give a contiguous tensor that came the form of its original.
 
-    It uses the same memory if the original had no gaps.
+    It uses the same memory if the original had no gaps and began at a multiple of 64 bytes.
+
+    Args:
+        tensor: what came.
+        form: what `travelling` returned with it.
+        ahead: `ahead_of` the original.
 
     Raises:
         ValueError: no tensor of that form travels as this one.
     """
+    if not 0 <= ahead < _ALIGNMENT:
+        raise ValueError(f"a tensor cannot begin {ahead} elements behind {_ALIGNMENT} bytes")
     if not form:
-        return tensor
+        if not ahead:
+            return tensor
+        form = tuple(zip(tensor.shape, tensor.stride(), strict=True))
     _check(tensor, form)
-    if _reach(form) == tensor.numel():
+    if _reach(form) == tensor.numel() and not ahead:
         sizes, strides = zip(*form, strict=True)
         return tensor.as_strided(sizes, strides)
-    part = _room(form, tensor)
+    part = _room(form, tensor, ahead)
     part.permute(_outermost_first(form)).copy_(tensor)
     return _expanded(part, form)
 

@@ -19,6 +19,7 @@ from myelin.models.building import assemble
 from myelin.models.losses import total, weigh
 from myelin.models.model import Parts, load
 from myelin.runtime.blackbox import BlackBox
+from myelin.runtime.buckets import Chunk, elements_of, flattened, summed, unflatten
 from myelin.runtime.executor import RunState
 from myelin.runtime.graph import Kind, Op, Phase
 from myelin.runtime.messages import Build, TieSpec
@@ -54,6 +55,7 @@ class StepExecutor:
         self._tied_gradients: dict[tuple[int, int], Tensor | None] = {}
         self._gradients: dict[int, dict[str, Tensor]] = {}  # by stage, of the latest such run
         self._optimizer = build.optimizer
+        self._replica, self._replicas, self._chunk = build.replica, build.replicas, build.chunk
         self._own = {stage: self._own_parameters(stage) for stage in self._stages}
         self._optimizers = {
             stage: build.optimizer.build(own) for stage, own in self._own.items() if own
@@ -62,6 +64,9 @@ class StepExecutor:
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.TIE_GRADIENT: self._tie_gradient,
+            Kind.FLATTEN: self._flatten,
+            Kind.REDUCE: self._reduce,
+            Kind.UNFLATTEN: self._unflatten,
             Kind.NORM: self._norm,
             Kind.COMMIT: self._commit,
             Kind.UPDATE: self._update,
@@ -90,6 +95,10 @@ class StepExecutor:
             return value[0]
         return value
 
+    def elements(self) -> dict[str, int]:
+        """Return for each stage, by its number, how many elements its optimizer updates."""
+        return {str(stage): elements_of(own) for stage, own in self._own.items()}
+
     def weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name, detached; they stay the executor's."""
         found: dict[str, Tensor] = {}
@@ -111,7 +120,8 @@ class StepExecutor:
     def _forward(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Any:
         stage, microbatch = self._stage(op), _microbatch(op)
         if op.stage == 0:
-            value = _split(inputs[0], state, "inputs")[microbatch]
+            own = state.microbatches // self._replicas
+            value = _split(inputs[0], state, "inputs", own)[microbatch - self._replica * own]
             wants = [False] * len(tensors_of(value))
         else:
             value, wants = inputs[0]
@@ -133,7 +143,7 @@ class StepExecutor:
         """Return this microbatch's share of the loss, or in a prediction the output itself."""
         if state.phase is Phase.PREDICT:
             return stage.leaving(output)
-        target = _split(targets[0], state, "targets")[microbatch]
+        target = _split(targets[0], state, "targets", state.microbatches)[microbatch]
         with torch.set_grad_enabled(state.phase is not Phase.EVALUATE):
             loss = total(self._loss, output, target, self._weight(state, targets[0]))
         if state.phase is not Phase.EVALUATE:
@@ -141,13 +151,13 @@ class StepExecutor:
         loss = loss.detach()
         so_far = state.scratch.get("loss")
         state.scratch["loss"] = loss if so_far is None else so_far + loss
-        state.outputs["loss"] = float(state.scratch["loss"])
+        state.outputs[f"loss {self._replica}"] = float(state.scratch["loss"])
         return loss
 
     def _weight(self, state: RunState, targets: Any) -> int:
         """Return how many items the loss of the whole batch is the mean of."""
         if "weight" not in state.scratch:
-            parts = _split(targets, state, "targets")
+            parts = _split(targets, state, "targets", state.microbatches)
             weight = sum(weigh(self._loss, part) for part in parts)
             if not weight:
                 raise BatchError(
@@ -174,8 +184,6 @@ class StepExecutor:
             if tie.user_stage == op.stage:
                 used = self._parameter(tie.user_stage, tie.user_block, tie.user_name)
                 self._tied_gradients[slot, microbatch], used.grad = used.grad, None
-        if state.phase is Phase.GRADIENTS and microbatch == state.microbatches - 1:
-            self._set_gradients_aside(stage)
         return result
 
     def _set_gradients_aside(self, stage: Stage) -> None:
@@ -190,9 +198,44 @@ class StepExecutor:
     def _tie_gradient(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Tensor | None:
         return self._tied_gradients.pop((op.slot, _microbatch(op)))
 
-    def _norm(self, op: Op, state: RunState, inputs: Sequence[Any]) -> tuple[bool, Tensor | None]:
-        """Return whether all gradients of the stage are finite, and the norm of each if needed."""
+    def _flatten(
+        self, op: Op, state: RunState, inputs: Sequence[Any]
+    ) -> tuple[Chunk, list[Tensor]]:
+        """Return a chunk of the stage's gradients; with the first, also the stage's buffers."""
         assert op.stage is not None
+        chunk = flattened(self._own[op.stage], op.slot, self._chunk)
+        buffers = [] if op.slot else list(self._stage(op).buffers().values())
+        return chunk, [buffer.detach().clone() for buffer in buffers]
+
+    def _reduce(
+        self, op: Op, state: RunState, inputs: Sequence[tuple[Chunk, list[Tensor]]]
+    ) -> tuple[Chunk, list[Tensor]]:
+        """Return the sum over the replicas, and the first one's buffers."""
+        return summed([chunk for chunk, _ in inputs]), inputs[0][1]
+
+    def _unflatten(
+        self, op: Op, state: RunState, inputs: Sequence[tuple[Chunk, list[Tensor]]]
+    ) -> None:
+        """Take over what was summed; replicas end a step with the first one's buffers."""
+        assert op.stage is not None
+        chunk, buffers = inputs[0]
+        unflatten(self._own[op.stage], op.slot, self._chunk, chunk)
+        if self._replica and not op.slot:
+            own = self._stage(op).buffers().values()
+            for buffer, value in zip(own, buffers, strict=True):
+                buffer.detach().copy_(value)
+
+    def _norm(
+        self, op: Op, state: RunState, inputs: Sequence[Any]
+    ) -> tuple[bool, Tensor | None] | None:
+        """Return whether all gradients of the stage are finite, and the norm of each if needed.
+
+        In a run for gradients alone it sets them aside instead.
+        """
+        assert op.stage is not None
+        if state.phase is Phase.GRADIENTS:
+            self._set_gradients_aside(self._stage(op))
+            return None
         gradients = gradients_of(self._own[op.stage])
         if self._optimizer.max_norm is None:
             return all_finite(gradients), None
@@ -284,14 +327,14 @@ def _microbatch(op: Op) -> int:
     return op.microbatch
 
 
-def _split(value: Any, state: RunState, name: str) -> list[Any]:
+def _split(value: Any, state: RunState, name: str, count: int) -> list[Any]:
     """Split every tensor of a batch along its first dimension, evenly to within one."""
     if name not in state.scratch:
         parts: dict[int, list[Tensor]] = defaultdict(list)
         for tensor in tensors_of(value):
-            for microbatch, part in enumerate(tensor.tensor_split(state.microbatches)):
-                parts[microbatch].append(copied(part))  # views would share a version counter
-        state.scratch[name] = [_rebuild(value, parts[m]) for m in range(state.microbatches)]
+            for number, part in enumerate(tensor.tensor_split(count)):
+                parts[number].append(copied(part))  # views would share a version counter
+        state.scratch[name] = [_rebuild(value, parts[number]) for number in range(count)]
     return list(state.scratch[name])
 
 

@@ -99,7 +99,7 @@ def write_results(folder: Path, settings: TrainSettings, data: TextData, record:
 def describe_model(settings: TrainSettings, data: TextData) -> str:
     """Say in one line what is trained and where."""
     parameters = settings.model(data.vocab_size).parameters
-    used = len(set(settings.plan.workers))
+    used = settings.plan.workers
     where = f"on {used} worker{'s' * (used > 1)}" if settings.workers else "in this process"
     layers = f"{settings.layers} layer{'s' * (settings.layers > 1)} of {settings.hidden}"
     return (

@@ -321,7 +321,7 @@ class TrainSettings:
 
     def resolved(self, cores: int | None = None) -> "TrainSettings":
         """Return the settings with what follows from the others and the machine filled in."""
-        used = len(set(self.plan.workers))
+        used = self.plan.workers
         share = (cores or os.cpu_count() or 1) // used
         minutes = DEFAULT_MINUTES if self.steps is None else None
         return replace(
@@ -358,7 +358,7 @@ class TrainSettings:
         self.plan.stages([1.0] * blocks)
 
     def _check_workers(self) -> None:
-        used = len(set(self.plan.workers))
+        used = self.plan.workers
         if not self.workers or self.workers == used:
             return
         stages = f"{self.pipeline} stage{'s' * (self.pipeline > 1)}"

@@ -67,7 +67,7 @@ def train_and_report(settings: TrainSettings) -> int:
         report.write_settings(folder, settings, data)
         if data.report is not None:
             progress.note(data.report.summary())
-        workers = sorted(set(settings.plan.workers))
+        workers = list(range(settings.plan.workers))
         with Record(folder / report.LOSSES, workers) as record:
             outcome = carry_out(Training(settings, data, record, progress))
     if record.rows:

@@ -26,7 +26,9 @@ class PlainLoop:
         description: the model; all its blocks are built here, so a tied weight is one parameter.
         optimizer: what updates it.
         seed: as the trainer's: initial weights and all that blocks draw depend on it.
-        microbatches: how many parts a batch is split into, if it has so many rows.
+        microbatches: how many parts a replica's share is split into, if it has so many rows.
+        replicas: gradients are summed up for each replica's share of a batch, and then those sums,
+            as replicas do; buffers are those of the first.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class PlainLoop:
         *,
         seed: int = 0,
         microbatches: int = 1,
+        replicas: int = 1,
     ) -> None:
         parts = load(description.factory, description.arguments, seed=seed)
         (blocks,) = assemble(parts, [range(len(parts.blocks))], seed)
@@ -43,7 +46,7 @@ class PlainLoop:
         self.loss = parts.loss
         self._resting = [m for block in blocks.values() for m in block.modules() if not m.training]
         self.steps = 0
-        self._seed, self._microbatches = seed, microbatches
+        self._seed, self._microbatches, self._replicas = seed, microbatches, replicas
         self._description = optimizer
         self._optimizer = optimizer.build(named_parameters(dict(enumerate(self.model))))
 
@@ -60,12 +63,11 @@ class PlainLoop:
 
     def gradients(self, batch: tuple[Any, Any]) -> dict[str, torch.Tensor]:
         """Return the gradients of one batch; weights and buffers stay as they are."""
-        before = [buffer.clone() for buffer in self.model.buffers()]
+        before = self._buffers()
         self._accumulate(batch)
         found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         self._optimizer.zero_grad()
-        for buffer, value in zip(self.model.buffers(), before, strict=True):
-            buffer.copy_(value)
+        self._set_buffers(before)
         return found
 
     def evaluate(self, batch: tuple[Any, Any]) -> float:
@@ -76,13 +78,14 @@ class PlainLoop:
                 total(self.loss, self._forward(value, microbatch), target, weight)
                 for microbatch, (value, target, weight) in enumerate(self._split(batch))
             ]
-        return float(sum(shares))
+        own = len(shares) // self._replicas
+        return sum(float(sum(shares[r * own : (r + 1) * own])) for r in range(self._replicas))
 
     def predict(self, inputs: Any) -> list[Any]:
         """Return the output for each microbatch of `inputs`, in evaluation mode."""
         self.model.eval()
         with torch.no_grad():
-            parts = _parts(inputs, self._microbatches)
+            parts = _parts(inputs, self._count(inputs))
             return [self._forward(value, number) for number, value in enumerate(parts)]
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -93,12 +96,36 @@ class PlainLoop:
         self.model.train()
         for module in self._resting:
             module.training = False
+        parts = list(enumerate(self._split(batch)))
+        own = len(parts) // self._replicas
+        losses, sums = [], []
+        before, after = self._buffers(), None
+        for replica in range(self._replicas):
+            self._set_buffers(before)
+            losses.append(self._accumulate_share(parts[replica * own : (replica + 1) * own]))
+            sums.append([parameter.grad for parameter in self.model.parameters()])
+            self._optimizer.zero_grad()
+            after = after or self._buffers()
+        self._set_buffers(after or [])
+        for parameter, *gradients in zip(self.model.parameters(), *sums, strict=True):
+            there = [gradient for gradient in gradients if gradient is not None]
+            parameter.grad = sum(there[1:], start=there[0]) if there else None
+        return sum(map(float, losses))
+
+    def _accumulate_share(self, parts: list[tuple[int, tuple[Any, Any, int]]]) -> torch.Tensor:
         shares = []
-        for microbatch, (value, target, weight) in enumerate(self._split(batch)):
+        for microbatch, (value, target, weight) in parts:
             share = total(self.loss, self._forward(value, microbatch), target, weight)
             share.backward()  # type: ignore[no-untyped-call]
             shares.append(share.detach())
-        return float(sum(shares))
+        return sum(shares[1:], start=shares[0])
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self.model.buffers()]
+
+    def _set_buffers(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self.model.buffers(), values, strict=True):
+            buffer.copy_(value)
 
     def _forward(self, value: Any, microbatch: int) -> Any:
         for index, block in enumerate(self.model):
@@ -106,12 +133,22 @@ class PlainLoop:
                 value = block(value)
         return value
 
+    def _count(self, inputs: Any) -> int:
+        """Return how many parts a batch is split into."""
+        return self._replicas * min(self._microbatches, _rows(inputs) // self._replicas)
+
     def _split(self, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any, int]]:
         """Yield (inputs, targets, weight of the whole batch) of each microbatch."""
-        inputs, targets = (_parts(value, self._microbatches) for value in batch)
+        inputs, targets = (_parts(value, self._count(batch[0])) for value in batch)
         weight = sum(weigh(self.loss, target) for target in targets)
         for value, target in zip(inputs, targets, strict=True):
             yield value, target, weight
+
+
+def _rows(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return len(value)
+    return _rows(next(iter(value.values() if isinstance(value, dict) else value)))
 
 
 def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:

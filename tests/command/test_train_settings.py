@@ -18,7 +18,7 @@ def test_the_defaults_are_two_stages_on_two_workers_for_two_minutes() -> None:
     settings = TrainSettings().resolved(cores=2)
     assert (settings.pipeline, settings.workers, settings.threads) == (2, 2, 1)
     assert (settings.minutes, settings.steps) == (2.0, None)
-    assert settings.plan.workers == (0, 1)
+    assert settings.plan.stage_workers == (0, 1)
 
 
 def test_every_field_is_an_option_with_a_help_text() -> None:

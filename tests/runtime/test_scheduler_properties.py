@@ -83,7 +83,8 @@ def steps(
 ) -> Step:
     raw = draw(st.lists(st.integers(0, 7), min_size=1, max_size=stages))
     used = sorted(set(raw))  # workers are numbered without gaps, and stages are on any of them
-    count = draw(st.integers(1, microbatches))
+    replicas = draw(st.sampled_from([1, 1, 2, 3]))
+    count = draw(st.integers(1, max(1, microbatches // replicas)))
     pairs = [(owner, user) for user in range(len(raw)) for owner in range(user)]
     ties = draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []
     return Step(
@@ -92,9 +93,11 @@ def steps(
             microbatches=count,
             limit=draw(st.integers(1, count + 1)),
             ties=tuple(ties),
+            replicas=replicas,
+            chunks=tuple(draw(st.integers(1, 3)) for _ in raw),
         ),
         draw(phases),
-        workers=len(used) + draw(st.integers(0, 1)),
+        workers=replicas * len(used) + draw(st.integers(0, 1)),
         run_ahead=draw(st.integers(1, 4)),
     )
 
@@ -174,13 +177,14 @@ def check_streams_do_one_op_at_a_time(history: History) -> None:
             assert all(a.ended <= b.started for a, b in pairwise(went))
 
 
-def spans_in_flight(step: Step, history: History) -> list[tuple[float, float]]:
-    """Return for each microbatch when its first op began and when it was retired."""
+def spans_in_flight(step: Step, history: History, replica: int) -> list[tuple[float, float]]:
+    """Return for each microbatch of a replica when its first op began and when it was retired."""
     graph, last = step.graph, step.shape.last
     trains = step.phase in (Phase.TRAIN, Phase.GRADIENTS)
     end = (Kind.BACKWARD, 0) if trains else (Kind.FORWARD, last)
     spans = []
-    for microbatch in range(step.shape.microbatches):
+    own = step.shape.microbatches
+    for microbatch in range(replica * own, (replica + 1) * own):
         first = ran(history, graph, Kind.FORWARD, 0, microbatch)
         retired = ran(history, graph, *end, microbatch)
         spans.append((first.started, retired.ended))
@@ -226,7 +230,7 @@ def check_no_weight_changes_before_all_backwards_are_over(step: Step, history: H
         if worker.program.ops[index].kind is Kind.BACKWARD
     ]
     if changes:
-        assert len(ends) == (step.shape.last + 1) * step.shape.microbatches
+        assert len(ends) == (step.shape.last + 1) * step.graph.microbatches
         assert max(ends) <= min(changes)
 
 
@@ -234,7 +238,8 @@ def check_step(step: Step, history: History) -> None:
     check_everything_ran_once(history)
     check_inputs_came_first(step.graph, history)
     check_streams_do_one_op_at_a_time(history)
-    assert most_at_once(spans_in_flight(step, history)) <= step.shape.limit
+    for replica in range(step.shape.replicas):
+        assert most_at_once(spans_in_flight(step, history, replica)) <= step.shape.limit
     check_microbatches_in_order(step, history)
     check_no_weight_changes_before_all_backwards_are_over(step, history)
 
@@ -541,7 +546,7 @@ def test_the_checks_count_microbatches_in_flight() -> None:
 def test_microbatches_overlap_where_the_limit_allows_it() -> None:
     shape = StepShape((0, 1), microbatches=8, limit=3)
     step = Step(shape, Phase.TRAIN, workers=2, run_ahead=1)
-    assert most_at_once(spans_in_flight(step, simulate(step.graph, 2))) > 1
+    assert most_at_once(spans_in_flight(step, simulate(step.graph, 2), 0)) > 1
 
 
 def test_every_program_of_a_step_has_its_loads_and_receives_and_nothing_else_to_wait_for() -> None:

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from myelin.runtime.graph import COORDINATOR, Graph, Kind, Op, Phase, Stream, split
-from myelin.runtime.step import INPUTS, TARGETS, StepShape, build_step
+from myelin.runtime.step import INPUTS, TARGETS, StepShape, build_step, inputs_slot
 
 PHASES = [Phase.TRAIN, Phase.GRADIENTS, Phase.EVALUATE, Phase.PREDICT]
 
@@ -65,7 +65,7 @@ def test_the_graph_of_a_small_training_step_is_exactly_this() -> None:
                 Kind.UPDATE: 3,
             },
         ),
-        (Phase.GRADIENTS, {Kind.LOAD: 2, Kind.FORWARD: 15, Kind.BACKWARD: 15}),
+        (Phase.GRADIENTS, {Kind.LOAD: 2, Kind.FORWARD: 15, Kind.BACKWARD: 15, Kind.NORM: 3}),
         (Phase.EVALUATE, {Kind.LOAD: 2, Kind.FORWARD: 15}),
         (Phase.PREDICT, {Kind.LOAD: 1, Kind.FORWARD: 15}),
     ],
@@ -101,7 +101,55 @@ def test_one_stage_reads_inputs_and_targets_and_its_backward_reads_nothing() -> 
         "load stage=0 @0 <  | ",
         "forward stage=0 microbatch=0 @0 < 0, 1 | ",
         "backward stage=0 microbatch=0 @0 <  | 2",
+        "norm stage=0 @0 <  | 3",
     ]
+
+
+def test_replicas_have_workers_and_microbatches_of_their_own_and_sum_their_gradients() -> None:
+    shape = StepShape((0,), microbatches=1, limit=1, replicas=2, chunks=(2,))
+    assert lines(build_step(shape, Phase.TRAIN)) == [
+        "load stage=0 @0 <  | ",
+        "load stage=0 @0 <  | ",
+        "forward stage=0 microbatch=0 @0 < 0, 1 | ",
+        "backward stage=0 microbatch=0 @0 <  | 2",
+        "load stage=0 @1 <  | ",
+        "load stage=0 @1 <  | ",
+        "forward stage=0 microbatch=1 @1 < 4, 5 | ",
+        "backward stage=0 microbatch=1 @1 <  | 6",
+        "flatten stage=0 chunk=0 @0 <  | 3",
+        "flatten stage=0 chunk=0 @1 <  | 7",
+        "reduce stage=0 chunk=0 @0 < 8, 9 | ",
+        "unflatten stage=0 chunk=0 @0 < 10 | ",
+        "unflatten stage=0 chunk=0 @1 < 10 | ",
+        "flatten stage=0 chunk=1 @0 <  | 3",
+        "flatten stage=0 chunk=1 @1 <  | 7",
+        "reduce stage=0 chunk=1 @1 < 13, 14 | ",
+        "unflatten stage=0 chunk=1 @0 < 15 | ",
+        "unflatten stage=0 chunk=1 @1 < 15 | ",
+        "norm stage=0 @0 <  | 11, 16",
+        "commit stage=0 @0 < 18 | 12, 17",
+        "update stage=0 @0 < 19 | ",
+        "update stage=0 @1 < 19 | ",
+    ]
+
+
+def test_each_replica_loads_its_own_inputs_and_all_targets() -> None:
+    shape = StepShape((0, 1), microbatches=2, limit=4, replicas=3, chunks=(1, 1))
+    loads = only(build_step(shape, Phase.EVALUATE), Kind.LOAD)
+    assert [(op.worker, op.slot) for op in loads] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 1),
+        (4, 3),
+        (5, 1),
+    ]
+    assert [inputs_slot(replica) for replica in range(3)] == [0, 2, 3]
+
+
+def test_replicas_without_the_number_of_chunks_are_refused() -> None:
+    with pytest.raises(ValueError, match="one number for each stage is needed"):
+        StepShape((0, 1), microbatches=1, limit=1, replicas=2, chunks=(1,))
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -219,7 +267,7 @@ def test_ties_leave_a_pass_without_backwards_as_it_is() -> None:
 def test_a_step_without_a_stage_a_microbatch_or_room_for_one_is_refused(
     placement: tuple[int, ...], microbatches: int, limit: int
 ) -> None:
-    with pytest.raises(ValueError, match="needs a stage, a microbatch and a limit of at least 1"):
+    with pytest.raises(ValueError, match="needs a stage, a microbatch, a replica and a limit of"):
         StepShape(placement, microbatches, limit)
 
 

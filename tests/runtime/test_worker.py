@@ -125,4 +125,4 @@ async def test_an_answer_that_does_not_get_across_does_not_hold_up_the_rest() ->
         worker.receive(COORDINATOR, m.Collect(4, 7, m.State.WEIGHTS))
         worker.receive(COORDINATOR, m.Discard(5, trainer=7))
         await bus.until(m.Done(5))
-        assert [type(message) for message in bus.told[-3:]] == [m.Done, m.Announce, m.Done]
+        assert [type(message) for message in bus.told[-3:]] == [m.Built, m.Announce, m.Done]

@@ -9,7 +9,9 @@ from myelin.errors import PlanError
 from myelin.plan import checked_plan
 
 
-@pytest.mark.parametrize("name", ["pipeline", "data", "microbatches", "steps_in_flight"])
+@pytest.mark.parametrize(
+    "name", ["pipeline", "data", "microbatches", "bucket", "coarsening", "steps_in_flight"]
+)
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "3", None])
 def test_numbers_must_be_whole_and_at_least_one(name: str, value: Any) -> None:
     with pytest.raises(PlanError, match=f"{name}=.*: use a whole number of at least 1"):
@@ -51,7 +53,7 @@ def test_cuts_are_a_list_of_whole_numbers(cuts: Any) -> None:
 
 @pytest.mark.parametrize("row", [[0, 1], (0, 1), range(2)])
 def test_any_row_of_whole_numbers_will_do(row: Any) -> None:
-    assert Plan(pipeline=2, placement=row).workers == (0, 1)
+    assert Plan(pipeline=2, placement=row).stage_workers == (0, 1)
     assert len(Plan(pipeline=3, cuts=[1, 2]).stages([1.0] * 4)) == 3
 
 
