@@ -5,8 +5,8 @@ tensors are closed up instead, their dimensions in the same order as before: tho
 that share a place without being expanded, such as windows made by `unfold`, and those that fill
 less than 1/4096 of the memory they reach over, such as a batch cut across a whole corpus.
 
-A copy also begins as many bytes behind a multiple of 64 as its original: a microbatch is a view into
-its batch, and kernels begin with what lies before the first full vector.
+A copy also begins as many bytes behind a multiple of 64 as its original: a microbatch is a view
+into its batch, and kernels begin with what lies before the first full vector.
 """
 
 import math

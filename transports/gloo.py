@@ -19,7 +19,7 @@ What ends a blocked wait, tried on torch 2.13:
   message of which a part has already been read. gloo forgets to tell that one, so a large payload
   is followed by a trailer of one byte, and the trailer is what is waited for.
 - A wait that times out closes the connection, and so ends *all* other waits of that process group
-  at both ends. `_Link.interrupt` does this on purpose: it waits a millisecond for a message that
+  at both ends. `Link.interrupt` does this on purpose: it waits a millisecond for a message that
   never comes. It works from any thread, and later calls on the group raise at once.
 - Nothing but its own timeout ends the construction of a process group. So that is only started
   when both ends have written into the file that they are there, is given a second, and is tried
@@ -28,26 +28,19 @@ What ends a blocked wait, tried on torch 2.13:
 """
 
 import asyncio
-import itertools
+import atexit
 import logging
-import math
 import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    FileStore,
-    PrefixStore,
-    ProcessGroupGloo,
-)
 
 from myelin.errors import ChannelError
 from myelin.transports.datapath import (
@@ -61,15 +54,13 @@ from myelin.transports.datapath import (
     node_name,
     pack_header,
 )
+from myelin.transports.gloo_link import HANDSHAKE_S, Link, Work, device_of
 
 logger = logging.getLogger(__name__)
 
 EAGER_BYTES = 8 * 1024  # a payload up to this size travels in the same piece as its header
 TAKEN, REFUSED = 1, 2
 SENDER, RECEIVER = 0, 1
-TAG, INTERRUPT_TAG = 0, 1
-LOOK_EVERY_S = 0.01  # how often a thread looks whether its peer has appeared
-HANDSHAKE_S = 1.0  # for one attempt to construct a process group when both ends are there
 JOIN_S = 5.0  # how long `close` waits for threads that do not end
 
 
@@ -86,124 +77,17 @@ def _trailer() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.uint8)
 
 
-class _Work(Protocol):
-    def wait(self, timeout: timedelta = ...) -> bool: ...
+_open_channels: "weakref.WeakSet[_Channel]" = weakref.WeakSet()
 
 
-class _Group(Protocol):
-    """What is used of `ProcessGroupGloo`, whose own stubs lack it."""
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> _Work: ...
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> _Work: ...
-
-
-def _device(interface_host: str) -> ProcessGroupGloo.Device:
-    """Return gloo's handle of an interface, which comes with a thread of its own."""
-    try:
-        return ProcessGroupGloo.create_device(hostname=interface_host)
-    except RuntimeError as error:
-        raise ValueError(f"interface_host={interface_host!r} is no interface: {error}") from None
-
-
-def _make_group(store: PrefixStore, rank: int, interface_host: str) -> _Group:
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=HANDSHAKE_S)
-    options._threads = 1
-    options._devices = [_device(interface_host)]
-    group: _Group = gloo(store, rank, 2, options)
-    return group
-
-
-class _Link:
-    """The process group of one channel at one end; used by the channel's thread alone.
-
-    Only `interrupt` may be called from another thread.
-    """
-
-    def __init__(self, file: Path, *, rank: int, interface_host: str) -> None:
-        self._file = file
-        self._rank = rank
-        self._interface_host = interface_host
-        self._group: _Group | None = None
-        self._interrupted = threading.Event()
-
-    @property
-    def connected(self) -> bool:
-        return self._group is not None
-
-    def connect(self, deadline: float) -> None:
-        """Meet the peer in the file, then connect.
-
-        Raises:
-            RuntimeError: the peer did not come before the deadline or has closed its end, or this
-                end was interrupted.
-        """
-        file_store = FileStore(str(self._file), 2)
-        file_store.set_timeout(timedelta(seconds=1))
-        attempts = itertools.count()
-        while self._group is None:
-            self._try(PrefixStore(f"{next(attempts)}", file_store), deadline)
-            self._stop_if_due(deadline)
-
-    def _try(self, store: PrefixStore, deadline: float) -> None:
-        try:
-            self._meet(store, deadline)
-        except RuntimeError:
-            if self._file.parent.exists():
-                store.set(f"end{self._rank}", "closed")
-            raise
-        with suppress(RuntimeError):  # the peer has gone again, or needs longer: meet once more
-            self._group = _make_group(store, self._rank, self._interface_host)
-
-    def _meet(self, store: PrefixStore, deadline: float) -> None:
-        peer_key = f"end{1 - self._rank}"
-        store.set(f"end{self._rank}", "ready")
-        while not store.check([peer_key]):
-            self._interrupted.wait(LOOK_EVERY_S)
-            self._stop_if_due(deadline)
-        if store.get(peer_key) != b"ready":
-            raise RuntimeError("the peer had closed its end before this one was opened")
-
-    def _stop_if_due(self, deadline: float) -> None:
-        if self._interrupted.is_set():
-            raise RuntimeError("this end was closed")
-        if time.monotonic() > deadline:
-            raise RuntimeError("the peer did not come")
-
-    def send(self, data: torch.Tensor) -> _Work:
-        assert self._group is not None
-        return self._group.send([data], 1 - self._rank, TAG)
-
-    def receive(self, data: torch.Tensor) -> _Work:
-        assert self._group is not None
-        return self._group.recv([data], 1 - self._rank, TAG)
-
-    def wait(self, work: _Work, deadline: float) -> None:
-        """Block until the work is done.
-
-        Raises:
-            RuntimeError: the deadline passed, the peer is gone, or this end was interrupted. All
-                work of the link fails from then on.
-        """
-        remaining_ms = math.ceil((deadline - time.monotonic()) * 1000) + 1
-        work.wait(timedelta(milliseconds=max(1, remaining_ms)))
-
-    def interrupt(self) -> None:
-        """Make the channel's thread return from what it waits for, now and from now on."""
-        self._interrupted.set()
-        group = self._group
-        if group is None:
-            return
-        try:
-            never = group.recv([torch.empty(1, dtype=torch.uint8)], 1 - self._rank, INTERRUPT_TAG)
-            never.wait(timedelta(milliseconds=1))
-        except RuntimeError:  # it always ends so: that is what closes the connection
-            return
-
-    def close(self) -> None:
-        self.interrupt()
-        self._group = None
+@atexit.register
+def _end_threads() -> None:
+    """End what nobody has closed: a thread inside of gloo would abort the process at its end."""
+    channels = list(_open_channels)
+    for channel in channels:
+        channel.interrupt()
+    for channel in channels:
+        channel.join(HANDSHAKE_S + 1.0)
 
 
 class _Channel:
@@ -215,7 +99,7 @@ class _Channel:
     rank: int
     verb: str
 
-    def __init__(self, node: int, peer: int, link: _Link, timeout_s: float) -> None:
+    def __init__(self, node: int, peer: int, link: Link, timeout_s: float) -> None:
         self.peer = peer
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # from here on it cannot be cancelled
@@ -228,6 +112,7 @@ class _Channel:
         name = f"myelin {self.verb} {node}/{peer}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        _open_channels.add(self)
 
     def __repr__(self) -> str:
         state = self._failure or f"{self._sequence} messages across"
@@ -241,16 +126,22 @@ class _Channel:
 
     def stop(self, reason: str) -> None:
         """Fail everything under way and let the thread end; on the loop."""
-        if self._failure is None:
-            self._failure = reason
+        self._failure = self._failure or reason
         for transfer in self._under_way:
             transfer.finish(transfer.closed(reason))
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Have the thread end soon; from any thread. What is under way is not told."""
+        self._failure = self._failure or "the process ends"
         self._queue.put(None)
         self._link.interrupt()
 
-    def join(self) -> bool:
-        """Tell whether the thread has ended, once `ended` is done."""
-        self._thread.join(timeout=1.0 if self.ended.done() else 0.0)
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Tell whether the thread has ended, once `ended` is done, or within the time given."""
+        if timeout_s is None:
+            timeout_s = 1.0 if self.ended.done() else 0.0
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -345,7 +236,7 @@ class _Sender(_Channel):
 class _Receiver(_Channel):
     rank = RECEIVER
     verb = "receive"
-    _front_work: _Work | None = None
+    _front_work: Work | None = None
 
     def _prepare(self) -> None:
         self._front = torch.empty(HEADER.size + EAGER_BYTES, dtype=torch.uint8)
@@ -428,7 +319,7 @@ class GlooPath:
             raise ValueError(f"{directory} is no directory: make one that only this run may use")
         self._timeout_s = timeout_s
         self._interface_host = interface_host
-        _device(interface_host)  # rather fail here than in a channel
+        device_of(interface_host)  # rather fail here than in a channel
         self._channels: dict[tuple[type[_Channel], int], _Channel] = {}
         self._dropped: dict[int, str] = {}
         self._closed = False
@@ -493,9 +384,9 @@ class GlooPath:
             self._channels[kind, peer] = channel
         return channel
 
-    def _link(self, kind: "type[_Channel]", peer: int) -> _Link:
+    def _link(self, kind: "type[_Channel]", peer: int) -> Link:
         if peer == self._node:
             raise ValueError(f"{node_name(peer)} has no channel to itself: hand the tensors over")
         sender, receiver = (self._node, peer) if kind is _Sender else (peer, self._node)
         file = self._directory / f"channel.{sender}.{receiver}"
-        return _Link(file, rank=kind.rank, interface_host=self._interface_host)
+        return Link(file, rank=kind.rank, interface_host=self._interface_host)
