@@ -101,10 +101,11 @@ def describe_model(settings: TrainSettings, data: TextData) -> str:
     parameters = settings.model(data.vocab_size).parameters
     used = settings.plan.workers
     where = f"on {used} worker{'s' * (used > 1)}" if settings.workers else "in this process"
+    copies = f"{settings.replicas} copies of " if settings.replicas > 1 else ""
     layers = f"{settings.layers} layer{'s' * (settings.layers > 1)} of {settings.hidden}"
     return (
         f"{_short(parameters)} parameters ({layers}), "
-        f"{settings.pipeline} stage{'s' * (settings.pipeline > 1)} {where}"
+        f"{copies}{settings.pipeline} stage{'s' * (settings.pipeline > 1)} {where}"
     )
 
 

@@ -35,12 +35,13 @@ MOST_THREADS: Final = 4  # by default: a model that fits the default run gains n
 
 _SAME: Final = (
     *("layers", "hidden", "heads", "context", "dropout"),
-    *("pipeline", "placement", "cuts", "microbatches"),
+    *("pipeline", "placement", "cuts", "microbatches", "checkpoint"),
     *("validation", "vocabulary_size", "vocabulary", "cache"),
 )
 _OPTIONS: Final = {name: name for name in _SAME} | {
     "pipeline_limit": "limit",
     "batch_size": "batch",
+    "data": "replicas",
 }
 """For each argument of GPT, Plan and `myelin.data.text` the field of its option."""
 _DATA = "data"
@@ -119,11 +120,19 @@ class TrainSettings:
     pipeline: int = option(
         2, _PLAN, "stages that the model is cut into", parse=int, metavar="N", at_least=1
     )
+    replicas: int = option(
+        1,
+        _PLAN,
+        "copies of the pipeline, on workers of their own; each takes its share of a step's rows",
+        parse=int,
+        metavar="N",
+        at_least=1,
+    )
     workers: int | None = option(
         None,
         _PLAN,
-        "worker processes; 0 runs everything in this process (default: as many as the placement "
-        "names)",
+        "worker processes; 0 runs everything in this process (default: as many as the copies of "
+        "the pipeline need)",
         parse=int,
         metavar="N",
         at_least=0,
@@ -146,7 +155,7 @@ class TrainSettings:
     microbatches: int = option(
         8,
         _PLAN,
-        "microbatches that a batch is split into, at most its rows",
+        "microbatches that each copy's share of a batch is split into, at most its rows",
         parse=int,
         metavar="N",
         at_least=1,
@@ -156,6 +165,14 @@ class TrainSettings:
         _PLAN,
         'microbatches in flight: a number, or "paper" for the number of stages (default: twice '
         "the stages)",
+        parse=limit,
+        metavar="N",
+    )
+    checkpoint: int | str | None = option(
+        None,
+        _PLAN,
+        "keep the output of every so many blocks only, and compute the rest again: a number, or "
+        '"paper" for one that fits each stage (default: keep everything)',
         parse=limit,
         metavar="N",
     )
@@ -262,13 +279,20 @@ class TrainSettings:
             self.model(256)
             self._check_cuts()
             self._check_workers()
+        if self.batch < self.replicas:
+            raise SettingsError(
+                f"--batch {self.batch} rows for --replicas {self.replicas} copies: use --batch "
+                f"{self.replicas} or more"
+            )
 
     @property
     def plan(self) -> Plan:
         """How the model is cut and run."""
         return Plan(
             pipeline=self.pipeline,
+            data=self.replicas,
             microbatches=self.microbatches,
+            checkpoint=self.checkpoint,
             pipeline_limit=self.limit,
             placement=self.placement,
             cuts=self.cuts,
@@ -362,12 +386,13 @@ class TrainSettings:
         if not self.workers or self.workers == used:
             return
         stages = f"{self.pipeline} stage{'s' * (self.pipeline > 1)}"
-        where = f"{stages} on {used} worker{'s' * (used > 1)}"
+        copies = "" if self.replicas == 1 else f"{self.replicas} copies of "
+        where = f"{copies}{stages} on {used} worker{'s' * (used > 1)}"
         remedy = f"use --workers {used}, or leave it out"
-        if self.workers < self.pipeline:
+        if self.replicas == 1 and self.workers < self.pipeline:
             fitting = ",".join(str(stage % self.workers) for stage in range(self.pipeline))
             remedy += f", or --placement {fitting}"
-        else:
+        elif self.replicas == 1:
             remedy += f", or --pipeline {self.workers}"
         raise SettingsError(f"--workers {self.workers} for {where}: {remedy}")
 

@@ -61,6 +61,16 @@ def test_every_field_is_an_option_with_a_help_text() -> None:
         ({"limit": 0}, '"paper" (= pipeline), or leave it out'),
         ({"limit": "book"}, "--limit book: use"),
         ({"threads": 0}, "--threads 0: use"),
+        ({"replicas": 0}, "--replicas 0: use"),
+        (
+            {"replicas": 2, "workers": 2},
+            "2 copies of 2 stages on 4 workers: use --workers 4, or leave",
+        ),
+        (
+            {"replicas": 5, "batch": 4},
+            "--batch 4 rows for --replicas 5 copies: use --batch 5 or more",
+        ),
+        ({"checkpoint": 0}, "--checkpoint 0: use a whole number of at least 1"),
         ({"threads": 1025}, "--threads 1025: use a whole number of at least 1 and below 1025"),
         ({"batch": 0}, "--batch 0: use"),
         ({"steps": 0}, "--steps 0: use"),
@@ -145,6 +155,8 @@ def test_model_plan_and_optimizer_are_those_that_were_asked_for() -> None:
         schedule="cosine",
         steps=9,
         max_norm=2.0,
+        replicas=2,
+        checkpoint="paper",
     )
     assert settings.model(300) == GPT(3, 12, 2, 300, 7, tied=False, dropout=0.25)
     assert settings.optimizer == AdamW(
@@ -156,6 +168,7 @@ def test_model_plan_and_optimizer_are_those_that_were_asked_for() -> None:
     )
     plan = settings.plan
     assert (plan.pipeline, plan.microbatches, plan.limit, plan.cuts) == (3, 5, 3, (1, 4))
+    assert (plan.data, plan.checkpoint, settings.resolved().workers) == (2, "paper", 6)
 
 
 def test_plain_settings_survive_json() -> None:
