@@ -183,8 +183,8 @@ def two_numbers(typed: str) -> tuple[float, float]:
     return first, second
 
 
-def limit(typed: str) -> int | str:
-    """Parse a limit of microbatches: a whole number, or "paper"."""
+def number_or_paper(typed: str) -> int | str:
+    """Parse a whole number, or "paper"."""
     if typed == "paper":
         return typed
     try:

@@ -17,7 +17,7 @@ from myelin.command.options import (
     as_plain,
     check_ranges,
     in_options,
-    limit,
+    number_or_paper,
     option,
     patterns,
     two_numbers,
@@ -165,7 +165,7 @@ class TrainSettings:
         _PLAN,
         'microbatches in flight: a number, or "paper" for the number of stages (default: twice '
         "the stages)",
-        parse=limit,
+        parse=number_or_paper,
         metavar="N",
     )
     checkpoint: int | str | None = option(
@@ -173,7 +173,7 @@ class TrainSettings:
         _PLAN,
         "keep the output of every so many blocks only, and compute the rest again: a number, or "
         '"paper" for one that fits each stage (default: keep everything)',
-        parse=limit,
+        parse=number_or_paper,
         metavar="N",
     )
     threads: int | None = option(

@@ -13,7 +13,7 @@ from myelin.command.options import (
     as_plain,
     check_ranges,
     in_options,
-    limit,
+    number_or_paper,
     option,
     options_of,
     patterns,
@@ -156,8 +156,8 @@ def test_an_error_of_the_library_is_said_in_options(text: str, said: str) -> Non
 def test_lists_and_pairs_and_limits_are_parsed() -> None:
     assert whole_numbers("0,1,0") == (0, 1, 0)
     assert two_numbers("0.9, 0.95") == (0.9, 0.95)
-    assert limit("4") == 4
-    assert limit("paper") == "paper"
+    assert number_or_paper("4") == 4
+    assert number_or_paper("paper") == "paper"
     assert patterns("*.py, *.md,") == ("*.py", "*.md")
 
 
@@ -169,7 +169,7 @@ def test_lists_and_pairs_and_limits_are_parsed() -> None:
         (two_numbers, "0.9"),
         (two_numbers, "1,2,3"),
         (two_numbers, "a,b"),
-        (limit, "article"),
+        (number_or_paper, "article"),
         (patterns, " , "),
     ],
 )

@@ -102,6 +102,11 @@ def test_a_wrong_value_is_refused_with_its_option_and_a_remedy(
     assert said in str(caught.value)
 
 
+def test_every_option_can_be_parsed() -> None:
+    for name, declared in options_of(TrainSettings).items():
+        assert callable(declared.parse), name  # a field with the name of a parser would hide it
+
+
 def test_every_numeric_option_has_a_range() -> None:
     for name, declared in options_of(TrainSettings).items():
         if declared.parse in (int, float):
