@@ -109,6 +109,7 @@ PROGRAMS: dict[str, Callable[[int, str], Coroutine[Any, Any, None]]] = {
 
 def main(name: str, workers: str, gate: str, loop: str = "usual") -> None:
     """Run one program."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who started us may ignore it
 
     def program() -> Coroutine[Any, Any, None]:
         return PROGRAMS[name](int(workers), gate)
