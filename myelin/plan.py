@@ -19,7 +19,7 @@ class Plan:
         data: number of replicas: copies of the pipeline on workers of their own, each of which
             takes its share of every batch.
         microbatches: how many microbatches each replica's share of a batch is split into, at most
-            one a row.
+            one a row. With 1 no two stages work at once; four times the stages is a good start.
         pipeline_limit: at most so many microbatches in flight; by default twice the stages; "paper"
             means the number of stages, as arXiv 2110.13005 has it.
         placement: for each stage the worker that runs it; by default one stage a worker.

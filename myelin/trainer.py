@@ -286,7 +286,7 @@ class Trainer:
         Args:
             data: an iterable or async iterable of batches, a torch `DataLoader`, or what
                 `myelin.data.text` returns.
-            steps: how many steps; None until the data ends.
+            steps: how many steps; None until the data ends, which those of `text` never do.
             ahead: how many steps to have in flight while the caller looks at a result. With 0 the
                 weights in the loop's body are those after the step it is shown.
 
