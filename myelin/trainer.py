@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import operator
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -159,7 +160,7 @@ class Trainer:
         self._lane = coordinator.lane(limit=plan.steps_in_flight, dependent=True)
         self._programs: dict[tuple[Phase, int], InstalledProgram] = {}
         self._asked = 0
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<Trainer of {self.model!r}: {self.plan.pipeline} stages, {self.steps_done} steps>"
@@ -264,18 +265,21 @@ class Trainer:
     async def close(self) -> None:
         """Free the model on all workers, once what was asked for is over; nothing works any more.
 
-        Without it that happens when the cluster is left.
+        Cancelled, it goes on in the background. Without it a model is freed with its cluster.
         """
-        if self._closed:
-            return
-        self._closed = True
-        async with self._coordinator.pause(self._lane):
-            workers = [worker for r in range(self.plan.data) for worker in self._workers_of(r)]
-            self._coordinator.discard_trainer(self._number, workers)
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._free(), name="close trainer")
+        await asyncio.shield(self._closing)
+
+    async def _free(self) -> None:
+        with suppress(ClusterError):  # a cluster that is broken or left has nothing to free
+            async with self._coordinator.pause(self._lane):
+                workers = [worker for r in range(self.plan.data) for worker in self._workers_of(r)]
+                self._coordinator.discard_trainer(self._number, workers)
         self._coordinator.retire(self._lane)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closing is not None:
             raise ClusterError("this trainer was closed: ask the cluster for a new one")
 
     async def fit(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from myelin.runtime.optimizer import Named
 
-Chunk: TypeAlias = tuple[list[bool], Tensor]
-"""For each parameter in the chunk whether it has a gradient, and the numbers; float [elements]."""
+Chunk: TypeAlias = tuple[list[bool], dict[str, Tensor]]
+"""For each parameter in the chunk whether it has a gradient; the numbers by dtype, [elements]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,11 @@ class _Piece:
     begin: int
     end: int
 
+    @property
+    def kind(self) -> str:
+        """The name of its dtype: a sum is made in the gradients' own."""
+        return str(self.parameter.dtype).removeprefix("torch.")
+
 
 def elements_of(parameters: Sequence[Named]) -> int:
     """Return the length of the row."""
@@ -35,31 +40,34 @@ def elements_of(parameters: Sequence[Named]) -> int:
 
 def flattened(parameters: Sequence[Named], chunk: int, size: int) -> Chunk:
     """Return a chunk of the row, which is `size` long except for the last; it is the caller's."""
-    pieces = list(_pieces(parameters, chunk * size, (chunk + 1) * size))
-    parts = [_numbers(piece) for piece in pieces]
-    there = [piece.parameter.grad is not None for piece in pieces]
-    return there, torch.cat(parts) if parts else torch.empty(0)
+    there, parts = list[bool](), dict[str, list[Tensor]]()
+    for piece in _pieces(parameters, chunk * size, (chunk + 1) * size):
+        there.append(piece.parameter.grad is not None)
+        parts.setdefault(piece.kind, []).append(_numbers(piece))
+    return there, {kind: torch.cat(numbers) for kind, numbers in parts.items()}
 
 
 def summed(chunks: Sequence[Chunk]) -> Chunk:
     """Return the sum of all replicas' chunks, added up in the order in which they are given."""
-    there, total = list(chunks[0][0]), chunks[0][1].clone()
+    there = list(chunks[0][0])
+    totals = {kind: numbers.clone() for kind, numbers in chunks[0][1].items()}
     for own, numbers in chunks[1:]:
         there = [one or other for one, other in zip(there, own, strict=True)]
-        total += numbers
-    return there, total
+        for kind, total in totals.items():
+            total += numbers[kind]
+    return there, totals
 
 
 def unflatten(parameters: Sequence[Named], chunk: int, size: int, value: Chunk) -> None:
     """Write a chunk into the gradients."""
-    begin = 0
     there, numbers = value
+    at = dict.fromkeys(numbers, 0)
     pieces = _pieces(parameters, chunk * size, (chunk + 1) * size)
     for piece, has in zip(pieces, there, strict=True):
-        end = begin + piece.end - piece.begin
+        begin = at[piece.kind]
+        at[piece.kind] = end = begin + piece.end - piece.begin
         if has:
-            _row(piece)[piece.begin : piece.end].copy_(numbers[begin:end])
-        begin = end
+            _write(piece, numbers[piece.kind][begin:end])
 
 
 def _pieces(parameters: Sequence[Named], begin: int, end: int) -> Iterator[_Piece]:
@@ -76,14 +84,23 @@ def _numbers(piece: _Piece) -> Tensor:
     gradient = piece.parameter.grad
     if gradient is None:
         return piece.parameter.new_zeros(piece.end - piece.begin)
-    return gradient.detach().reshape(-1)[piece.begin : piece.end]
+    dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    return dense.reshape(-1)[piece.begin : piece.end]
 
 
-def _row(piece: _Piece) -> Tensor:
-    """Return a parameter's gradient as a row that shares its memory; makes it if there is none."""
+def _write(piece: _Piece, numbers: Tensor) -> None:
+    """Write into a parameter's gradient, which then lies in memory as the parameter does.
+
+    Optimizers rely on that: torch's fused ones go through both as if they were rows.
+    """
     parameter = piece.parameter
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    elif not parameter.grad.is_contiguous():
-        parameter.grad = parameter.grad.contiguous()
-    return parameter.grad.detach().view(-1)
+    gradient = parameter.grad
+    if gradient is None:
+        parameter.grad = gradient = torch.zeros_like(parameter)
+    elif gradient.is_sparse or gradient.stride() != parameter.stride():
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        parameter.grad = gradient = torch.empty_like(parameter).copy_(dense).detach()
+    row = gradient.detach().reshape(-1)
+    row[piece.begin : piece.end].copy_(numbers)
+    if row.untyped_storage().data_ptr() != gradient.untyped_storage().data_ptr():
+        gradient.detach().copy_(row.view(gradient.shape))

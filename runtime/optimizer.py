@@ -282,15 +282,21 @@ def gradients_of(parameters: Iterable[Named]) -> list[torch.Tensor]:
     return [each.parameter.grad for each in parameters if each.parameter.grad is not None]
 
 
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a gradient, which may be sparse."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Tell whether no gradient has an infinity or a NaN in it."""
-    largest = [torch.linalg.vector_norm(gradient, ord=math.inf) for gradient in gradients]
+    values = [_values(gradient) for gradient in gradients]
+    largest = [torch.linalg.vector_norm(each, ord=math.inf) for each in values if each.numel()]
     return not largest or bool(torch.stack(largest).isfinite().all())
 
 
 def norms_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the norm of each gradient; float32 [gradients]."""
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(_values(gradient)) for gradient in gradients]
     return torch.stack(norms) if norms else torch.empty(0)
 
 

@@ -8,7 +8,7 @@ are the caller's business, who seeds each block.
 Source: activation checkpoints of arXiv 2110.13005.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from myelin.runtime.strides import copied
 from myelin.transports.packing import pack, unpack
 
-Buffers: TypeAlias = list[tuple[nn.Module, str, Tensor]]
+Buffers: TypeAlias = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
 def recomputed(run: Callable[[Any], Any], value: Any, modules: Sequence[nn.Module]) -> Any:
@@ -39,7 +39,7 @@ def recomputed(run: Callable[[Any], Any], value: Any, modules: Sequence[nn.Modul
         own = [_copy(tensor) for tensor in tensors]
         inputs = unpack(layout, [own[place] for place in places])
         if before is None:
-            before = [(m, name, buffer.clone()) for m, name, buffer in _buffers(modules)]
+            before = [(module, _copies(module._buffers)) for module in modules]
             return run(inputs)
         with _swapped(before):
             return run(inputs)
@@ -53,10 +53,11 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return copied(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
         return gradients[0]
 
 
@@ -70,21 +71,23 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
     return [indices.setdefault(id(tensor), len(indices)) for tensor in tensors]
 
 
-def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module in modules:
-        for name, buffer in module.named_buffers(recurse=False):
-            yield module, name, buffer
+def _copies(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if b is None else copied(b.detach()) for name, b in buffers.items()}
 
 
 @contextmanager
 def _swapped(buffers: Buffers) -> Iterator[None]:
     """Put copies of these in the place of the modules' buffers, and those back in the end."""
-    now: list[tuple[nn.Module, str, Tensor | None]]
-    now = [(module, name, module._buffers[name]) for module, name, _ in buffers]
+    now = [(module, dict(module._buffers)) for module, _ in buffers]
     try:
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer.clone()
+        for module, own in buffers:
+            _put(module, _copies(own))
         yield
     finally:
-        for module, name, own in now:
-            module._buffers[name] = own
+        for module, own in now:
+            _put(module, own)
+
+
+def _put(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)

@@ -6,6 +6,7 @@ starts when is the scheduler's to say.
 """
 
 import asyncio
+import logging
 import traceback
 from dataclasses import dataclass
 from functools import partial
@@ -94,6 +95,7 @@ class Outside(Protocol):
 
 
 CANCELLED = Failure(Cause.CANCELLED, "RunCancelled", "the run was cancelled", "", kind="cancel")
+log = logging.getLogger(__name__)
 _TEXT = 1 << 16  # characters of an exception's text, and of its traceback, that are reported
 
 
@@ -302,10 +304,18 @@ class ActiveRun:
 
     def _drained(self) -> None:
         self._close()
-        if not self._state.updated:
+        torn = self._state.updated or not self._undo()
+        self._outside.report(RunDrained(self.run, torn))
+        self._outside.ended(self.run, updated=torn)
+
+    def _undo(self) -> bool:
+        """Undo what the run has left behind; return False if that was not possible."""
+        try:
             self._installed.executor.discard(self._state)
-        self._outside.report(RunDrained(self.run, self._state.updated))
-        self._outside.ended(self.run, updated=self._state.updated)
+        except Exception:
+            log.exception("run %d could not be undone; its trainer cannot go on", self.run)
+            return False
+        return True
 
     def _close(self) -> None:
         self._closed = True

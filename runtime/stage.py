@@ -14,7 +14,7 @@ longer do so on the other side; that matters only to blocks that write into one 
 All methods run on the device's compute thread, except where they say otherwise.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -95,18 +95,25 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffer:
-    """A buffer and what it held before a run."""
+class _Buffers:
+    """A module's buffers and what they held before a run; None is a buffer that has no tensor."""
 
     module: nn.Module
-    name: str
-    tensor: Tensor
-    before: Tensor
+    tensors: dict[str, Tensor | None]
+    before: dict[str, Tensor | None]
+
+    @staticmethod
+    def of(module: nn.Module) -> "_Buffers":
+        """Remember a module's buffers."""
+        tensors = dict(module._buffers)
+        before = {n: None if t is None else copied(t.detach()) for n, t in tensors.items()}
+        return _Buffers(module, tensors, before)
 
     def restore(self) -> None:
-        """Undo what a forward did: a write into the tensor, or another tensor in its place."""
-        self.tensor.copy_(self.before)
-        setattr(self.module, self.name, self.tensor)
+        """Undo what a forward did: writes into tensors, other tensors, more buffers or fewer."""
+        self.module._buffers.clear()
+        for name, tensor in self.tensors.items():
+            self.module._buffers[name] = _with_content(tensor, self.before[name])
 
 
 class Stage:
@@ -132,7 +139,7 @@ class Stage:
         self.blocks = {index: blocks[index] for index in range(spec.first, spec.last + 1)}
         self._seed, self._cursor = seed, cursor
         self._saved: dict[int, _Saved] = {}
-        self._buffers: list[_Buffer] | None = None
+        self._buffers: list[_Buffers] | None = None
         self._drawing = {index for index, block in self.blocks.items() if may_draw(block)}
         self._modules = {m: None for block in self.blocks.values() for m in block.modules()}
         self._resting = [module for module in self._modules if not module.training]
@@ -163,6 +170,18 @@ class Stage:
             for name, tensor in block.state_dict(keep_vars=True).items()
             if not isinstance(tensor, nn.Parameter) and isinstance(tensor, Tensor)
         }
+
+    def buffer_state(self) -> list[dict[str, Tensor | None]]:
+        """Return copies of all buffers of each module, also of those that no checkpoint has."""
+        return [_Buffers.of(module).before for module in self._modules]
+
+    def take_buffers(self, state: Sequence[Mapping[str, Tensor | None]]) -> None:
+        """Take over the buffers of another replica's stage."""
+        for module, own in zip(self._modules, state, strict=True):
+            tensors = dict(module._buffers)
+            module._buffers.clear()
+            for name, value in own.items():
+                module._buffers[name] = _with_content(tensors.get(name), value)
 
     def infer(self, value: Any, *, step: int, microbatch: int) -> Any:
         """Run the blocks in evaluation mode and return the last one's output; saves nothing."""
@@ -311,18 +330,21 @@ class Stage:
 
     def _remember_buffers(self) -> None:
         if self._buffers is None:
-            self._buffers = [
-                _Buffer(module, name, buffer, buffer.detach().clone())
-                for block in self.blocks.values()
-                for module in block.modules()
-                for name, buffer in module.named_buffers(recurse=False)
-            ]
+            self._buffers = [_Buffers.of(module) for module in self._modules]
 
     def _random(self, index: int, step: int, microbatch: int) -> AbstractContextManager[None]:
         """Return the context in which a block draws its random numbers; most blocks draw none."""
         if index not in self._drawing:
             return nullcontext()
         return seeded(op_seed(self._seed, step, index, microbatch))
+
+
+def _with_content(tensor: Tensor | None, value: Tensor | None) -> Tensor | None:
+    """Return `tensor` with the content of `value`, or where it can't have that, `value`."""
+    if tensor is None or value is None or tensor.shape != value.shape or 0 in tensor.stride():
+        return value
+    with torch.no_grad():
+        return tensor.copy_(value)
 
 
 def each_once(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -139,7 +139,8 @@ def _room(form: Form, like: Tensor, ahead: int = 0) -> Tensor:
     if not ahead:
         return torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
     room = torch.empty(ahead + _reach(form), dtype=like.dtype, device=like.device)
-    return room.as_strided(sizes, strides, ahead)
+    part = torch.empty(0, dtype=like.dtype, device=like.device)  # no view: blocks may write into it
+    return part.set_(room.untyped_storage(), ahead, sizes, strides)
 
 
 def _unexpanded(tensor: Tensor, form: Form) -> Tensor:

@@ -9,7 +9,7 @@ starts its own sum with it: the order in which one process with one shared tenso
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from myelin.runtime.optimizer import (
 from myelin.runtime.stage import Cursor, Stage
 from myelin.runtime.strides import copied
 from myelin.transports.packing import map_tensors, tensors_of
+
+_Share: TypeAlias = tuple[Chunk, list[dict[str, Tensor | None]] | None]
+"""A chunk of gradients, and with one of them the buffers of every module of the stage."""
 
 
 class StepExecutor:
@@ -187,7 +190,13 @@ class StepExecutor:
         return result
 
     def _set_gradients_aside(self, stage: Stage) -> None:
-        """Keep a stage's gradients, and leave the stage as if the run had not been."""
+        """Keep a stage's gradients, and leave the stage as if the run had not been.
+
+        Those of other replicas are the same, and nobody asks for them.
+        """
+        if self._replica:
+            stage.discard()
+            return
         names: dict[nn.Parameter, str] = {}
         for name, parameter in stage.parameters().items():
             names.setdefault(parameter, name)
@@ -198,32 +207,24 @@ class StepExecutor:
     def _tie_gradient(self, op: Op, state: RunState, inputs: Sequence[Any]) -> Tensor | None:
         return self._tied_gradients.pop((op.slot, _microbatch(op)))
 
-    def _flatten(
-        self, op: Op, state: RunState, inputs: Sequence[Any]
-    ) -> tuple[Chunk, list[Tensor]]:
-        """Return a chunk of the stage's gradients; with the first, also the stage's buffers."""
+    def _flatten(self, op: Op, state: RunState, inputs: Sequence[Any]) -> _Share:
+        """Return a chunk of the stage's gradients; the first replica adds its buffers to one."""
         assert op.stage is not None
         chunk = flattened(self._own[op.stage], op.slot, self._chunk)
-        buffers = [] if op.slot else list(self._stage(op).buffers().values())
-        return chunk, [buffer.detach().clone() for buffer in buffers]
+        tells = state.phase is Phase.TRAIN and not self._replica and not op.slot
+        return chunk, self._stage(op).buffer_state() if tells else None
 
-    def _reduce(
-        self, op: Op, state: RunState, inputs: Sequence[tuple[Chunk, list[Tensor]]]
-    ) -> tuple[Chunk, list[Tensor]]:
+    def _reduce(self, op: Op, state: RunState, inputs: Sequence[_Share]) -> _Share:
         """Return the sum over the replicas, and the first one's buffers."""
         return summed([chunk for chunk, _ in inputs]), inputs[0][1]
 
-    def _unflatten(
-        self, op: Op, state: RunState, inputs: Sequence[tuple[Chunk, list[Tensor]]]
-    ) -> None:
+    def _unflatten(self, op: Op, state: RunState, inputs: Sequence[_Share]) -> None:
         """Take over what was summed; replicas end a step with the first one's buffers."""
         assert op.stage is not None
         chunk, buffers = inputs[0]
         unflatten(self._own[op.stage], op.slot, self._chunk, chunk)
-        if self._replica and not op.slot:
-            own = self._stage(op).buffers().values()
-            for buffer, value in zip(own, buffers, strict=True):
-                buffer.detach().copy_(value)
+        if self._replica and buffers is not None:
+            self._stage(op).take_buffers(buffers)
 
     def _norm(
         self, op: Op, state: RunState, inputs: Sequence[Any]

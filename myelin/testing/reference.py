@@ -5,7 +5,7 @@ One model, one optimizer, one thread of control; the same microbatches, one afte
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from myelin.models.losses import total, weigh
 from myelin.models.model import Description, load
 from myelin.models.seeds import op_seed, seeded
 from myelin.runtime.optimizer import Optimizer, named_parameters, set_rate
+
+Buffers: TypeAlias = list[dict[str, torch.Tensor | None]]
 
 
 class PlainLoop:
@@ -120,12 +122,13 @@ class PlainLoop:
             shares.append(share.detach())
         return sum(shares[1:], start=shares[0])
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [buffer.clone() for buffer in self.model.buffers()]
+    def _buffers(self) -> Buffers:
+        return [_copies(module._buffers) for module in self.model.modules()]
 
-    def _set_buffers(self, values: list[torch.Tensor]) -> None:
-        for buffer, value in zip(self.model.buffers(), values, strict=True):
-            buffer.copy_(value)
+    def _set_buffers(self, values: Buffers) -> None:
+        for module, own in zip(self.model.modules(), values, strict=True):
+            module._buffers.clear()
+            module._buffers.update(_copies(own))
 
     def _forward(self, value: Any, microbatch: int) -> Any:
         for index, block in enumerate(self.model):
@@ -143,6 +146,10 @@ class PlainLoop:
         weight = sum(weigh(self.loss, target) for target in targets)
         for value, target in zip(inputs, targets, strict=True):
             yield value, target, weight
+
+
+def _copies(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    return {name: None if each is None else each.clone() for name, each in buffers.items()}
 
 
 def _rows(value: Any) -> int:

@@ -25,6 +25,7 @@ from myelin.errors import (
     RunError,
     WorkerLost,
 )
+from myelin.runtime.stage import Stage
 from myelin.testing import ops
 from myelin.testing.ops import Gate
 from myelin.testing.watching import until, worker_ids
@@ -312,6 +313,25 @@ async def test_a_half_done_update_ends_the_trainer_but_not_the_cluster(
         with pytest.raises(RunError, match="some workers have updated their weights"):
             use(batch)
     other = await cluster.trainer(MLP, plan=PLAN)
+    assert (await other.step(batch)).index == 0
+
+
+async def test_a_run_that_cannot_be_undone_ends_the_trainer_but_not_the_cluster(
+    inside: myelin.Cluster, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await inside.trainer(failing("forward", 1, 1), plan=PLAN)
+
+    def fail(self: Stage) -> None:
+        raise RuntimeError("no way back")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stage, "discard", fail)
+        with pytest.raises(OpError, match="planted"):
+            await trainer.step(batch)
+        await trainer.weights()  # by then the run is over everywhere
+    with pytest.raises(RunError, match="some workers have updated their weights"):
+        trainer.step(batch)
+    other = await inside.trainer(MLP, plan=PLAN)
     assert (await other.step(batch)).index == 0
 
 

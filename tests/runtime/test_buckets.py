@@ -60,16 +60,16 @@ def test_a_chunk_is_a_copy_of_its_part_of_the_row() -> None:
     row = torch.cat([each.parameter.grad.flatten() for each in named])  # type: ignore[union-attr]
     there, numbers = flattened(named, 1, 5)
     assert there == [True, True, True]
-    assert torch.equal(numbers, row[5:10])
-    numbers.zero_()
-    assert torch.equal(flattened(named, 1, 5)[1], row[5:10])
+    assert torch.equal(numbers["float32"], row[5:10])
+    numbers["float32"].zero_()
+    assert torch.equal(flattened(named, 1, 5)[1]["float32"], row[5:10])
 
 
 def test_replicas_are_added_in_their_order() -> None:
     one, tiny = torch.tensor([1.0]), torch.tensor([2.0**-24])
-    chunks: list[Chunk] = [([True], one), ([True], tiny), ([True], tiny)]
-    assert summed(chunks)[1].item() == 1.0
-    assert summed(chunks[::-1])[1].item() == 1 + 2.0**-23
+    chunks: list[Chunk] = [([True], {"float32": value}) for value in (one, tiny, tiny)]
+    assert summed(chunks)[1]["float32"].item() == 1.0
+    assert summed(chunks[::-1])[1]["float32"].item() == 1 + 2.0**-23
     assert one.item() == 1.0
 
 
@@ -79,11 +79,38 @@ def test_a_gradient_that_is_not_contiguous_is_taken_and_replaced(row: Tensor) ->
     parameter.grad = row
     named = [Named("0", parameter, decays=True)]
     there, numbers = flattened(named, 0, 100)
-    unflatten(named, 0, 100, (there, numbers * torch.arange(12)))
+    unflatten(named, 0, 100, (there, {"float32": numbers["float32"] * torch.arange(12)}))
     assert torch.equal(parameter.grad, torch.arange(12.0).view(4, 3))
 
 
 def test_without_parameters_a_chunk_is_empty() -> None:
     there, numbers = flattened([], 0, 10)
-    assert (there, numbers.numel()) == ([], 0)
+    assert (there, numbers) == ([], {})
     unflatten([], 0, 10, summed([(there, numbers)] * 2))
+
+
+def test_a_gradient_lies_in_memory_as_its_parameter_does() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 3).t())
+    named = [Named("0", parameter, decays=True)]
+    parameter.grad = torch.arange(12.0).view(3, 4)
+    for chunk in range(3):
+        unflatten(named, chunk, 5, summed([flattened(named, chunk, 5)] * 2))
+        assert parameter.grad.stride() == parameter.stride() == (1, 3)
+    assert torch.equal(parameter.grad, 2 * torch.arange(12.0).view(3, 4))
+
+
+def test_numbers_of_each_dtype_are_summed_as_such() -> None:
+    named = []
+    for index, dtype in enumerate((torch.bfloat16, torch.float64, torch.bfloat16)):
+        parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
+        parameter.grad = torch.full((2,), 1 + 2.0**-index, dtype=dtype)
+        named.append(Named(str(index), parameter, decays=True))
+    there, numbers = flattened(named, 0, 100)
+    assert {kind: len(own) for kind, own in numbers.items()} == {"bfloat16": 4, "float64": 2}
+    unflatten(named, 0, 100, summed([(there, numbers)] * 3))
+    found = [(each.parameter.grad.dtype, each.parameter.grad.tolist()) for each in named]  # type: ignore[union-attr]
+    assert found == [
+        (torch.bfloat16, [6.0, 6.0]),
+        (torch.float64, [4.5, 4.5]),
+        (torch.bfloat16, [3.75, 3.75]),
+    ]

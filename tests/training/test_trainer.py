@@ -275,6 +275,28 @@ async def test_a_closed_trainer_is_freed_and_refuses_everything() -> None:
         assert (await other.step(vectors())).index == 0
 
 
+async def test_closing_that_is_cancelled_goes_on_and_others_wait_for_its_end() -> None:
+    async with Cluster(workers=0, threads=1) as cluster:
+        trainer = await trainer_of(cluster)
+        step = trainer.step(vectors())
+        cancelled, waiting = (asyncio.create_task(trainer.close()) for _ in range(2))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await waiting
+        assert cancelled.cancelled()
+        assert (await step).index == 0
+        await trainer_of(cluster)  # by then the order to discard has been carried out
+        (worker, *_) = cluster._members._workers  # type: ignore[attr-defined]
+        assert len(worker._worker._holdings._trainers) == 1
+    await trainer.close()
+
+
+async def test_closing_after_the_cluster_was_left_is_harmless() -> None:
+    async with Cluster(workers=0, threads=1) as cluster:
+        trainer = await trainer_of(cluster)
+    await trainer.close()
+
+
 async def test_dropout_of_a_step_that_is_done_again_is_the_same() -> None:
     model = Model(models.dropping)
     loop = PlainLoop(model, OPTIMIZER, microbatches=3)
