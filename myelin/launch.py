@@ -37,7 +37,7 @@ class LocalProcess:
         self._last_words = self._line = b""
         self.exited = asyncio.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from myelin.runtime.process import main; main()"],
+            [sys.executable, "-P", "-c", "from myelin.runtime.process import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

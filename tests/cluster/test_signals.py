@@ -1,5 +1,6 @@
 """Programs with a cluster that are ended from outside, and what they leave behind: nothing."""
 
+import asyncio
 import json
 import os
 import signal
@@ -106,8 +107,10 @@ async def test_a_second_ctrl_c_ends_a_program_that_waits_for_an_op(
     start: Start, directory: Path, workers: int
 ) -> None:
     program = start("at_gate", workers)
-    while program.process.poll() is None:
-        program.process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(DEADLINE_S):
+        while program.process.poll() is None:
+            program.process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0)
     assert program.end()[0] == INTERRUPTED
     await until(lambda: program.is_gone)
     await until(lambda: not left(directory))

@@ -16,6 +16,7 @@ from myelin.runtime.optimizer import (
     Named,
     Optimizer,
     Schedule,
+    all_finite,
     named_parameters,
     set_rate,
 )
@@ -379,3 +380,30 @@ def test_negative_settings_of_a_group_are_refused(bad: dict[str, Any]) -> None:
 def test_a_description_from_the_bus_is_checked_like_any_other(plain: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"optimizer": plain}, Holder)
+
+
+# What a step looks at
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_number_that_is_not_finite_is_found(place: int, bad: float) -> None:
+    gradients = [torch.ones(3, 3), torch.ones(7)]
+    assert all_finite(gradients)
+    gradients[place].view(-1)[2] = bad
+    assert not all_finite(gradients)
+
+
+def test_infinities_of_both_signs_are_found() -> None:
+    assert not all_finite([torch.tensor([math.inf, -math.inf])])
+
+
+def test_large_numbers_are_finite_although_their_sum_is_not() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert all_finite([torch.full((9,), largest)])
+    assert all_finite([torch.full((9,), 6e4, dtype=torch.float16)])
+
+
+def test_no_numbers_are_finite() -> None:
+    assert all_finite([])
+    assert all_finite([torch.empty(0)])
